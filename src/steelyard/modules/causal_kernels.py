@@ -83,7 +83,10 @@ def attend_backward(
         return _cpu_backward(gradient, *inputs, attended, scores), reach
     if _has_cuda_flash(query_BhPD, scores):
         return _cuda_flash_backward(gradient, *inputs, attended, scores), reach
-    return _by_torch_backward(gradient, *inputs, scores), reach
+    with torch.enable_grad():
+        query, key, value = (tensor.detach().requires_grad_() for tensor in inputs)
+        output = _by_torch(query, key, value, scores)
+    return Gradients(*torch.autograd.grad(output, (query, key, value), gradient)), reach
 
 
 def window_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -115,7 +118,9 @@ def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> A
         return _cpu_flash(query, key, value, mask is None, mask, scores)
     earlier = _cpu_flash(query, key[:, :, :before], value[:, :, :before], False, None, scores)
     own = _cpu_flash(query, key[:, :, before:], value[:, :, before:], True, None, scores)
-    return _merged(earlier, own)
+    share = torch.sigmoid(own.log_sums - earlier.log_sums).unsqueeze(-1)
+    output = torch.lerp(earlier.output.to(share.dtype), own.output.to(share.dtype), share)
+    return Attended(output.to(earlier.output.dtype), torch.logaddexp(earlier.log_sums, own.log_sums))
 
 
 def _cpu_flash(
@@ -126,13 +131,6 @@ def _cpu_flash(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scores.scale
         )
     )
-
-
-def _merged(first: Attended, second: Attended) -> Attended:
-    """Attention to two sets of keys as one."""
-    share = torch.sigmoid(second.log_sums - first.log_sums).unsqueeze(-1)
-    output = torch.lerp(first.output.to(share.dtype), second.output.to(share.dtype), share)
-    return Attended(output.to(first.output.dtype), torch.logaddexp(first.log_sums, second.log_sums))
 
 
 def _cpu_backward(
@@ -207,10 +205,3 @@ def _by_torch(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tens
     groups = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scale)
-
-
-def _by_torch_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Gradients:
-    with torch.enable_grad():
-        inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        output = _by_torch(inputs[0], inputs[1], inputs[2], scores)
-    return Gradients(*torch.autograd.grad(output, inputs, gradient))

@@ -41,14 +41,9 @@ class OwnModel:
         self._ends: dict[int, nn.Module] = {}
 
     @property
-    def name(self) -> str:
-        """The class of the module."""
-        return type(self.module).__name__
-
-    @property
     def chain(self) -> ModelChain:
         """Its chain of layers."""
-        return planned_model(self.name, None, self.split)
+        return planned_model(type(self.module).__name__, None, self.split)
 
     def layer(self, number: int) -> dict[str, nn.Module]:
         """The modules of a layer of the chain. Of a parameter that layers share, each but the first has a copy."""

@@ -94,16 +94,8 @@ def proved(found: FoundSplit) -> OwnModel:
 
 
 def _with_values(model: OwnModel) -> OwnModel:
-    """A copy with random weights in fp32 and no dropout, and a sample with values."""
-    module = _filled(model.module)
-    generator = torch.Generator().manual_seed(1)
-    sample = pytree.tree_map_only(Tensor, lambda each: _sample_values(each, generator), model.sample)
-    return OwnModel(module, model.split, model.loss, sample)
-
-
-def _filled(module: nn.Module) -> nn.Module:
-    """A copy on the CPU with random weights, the same every time, in the mode without dropout."""
-    generator = torch.Generator().manual_seed(0)
+    """A copy on the CPU with random weights in fp32, the same every time, and no dropout, and a sample with values."""
+    module, generator = model.module, torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         values = (
@@ -116,7 +108,9 @@ def _filled(module: nn.Module) -> nn.Module:
         memo[id(buffer)] = (
             torch.zeros_like(buffer, device=_CPU) if buffer.is_meta else buffer.detach().to(_CPU, copy=True)
         )
-    return copy.deepcopy(module, memo).eval()
+    generator = torch.Generator().manual_seed(1)
+    sample = pytree.tree_map_only(Tensor, lambda each: _sample_values(each, generator), model.sample)
+    return OwnModel(copy.deepcopy(module, memo).eval(), model.split, model.loss, sample)
 
 
 def _sample_values(each: Tensor, generator: torch.Generator) -> Tensor:

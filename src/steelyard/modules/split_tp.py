@@ -178,7 +178,10 @@ class _Regions:
                 and any(style == "columns" for path, style in self.matrices.items() if is_below(path, outer))
             )
             counts = ",".join(name for name in numbers if _is_divisible(module, name)) if is_divided else ""
-            heads = self._of_heads(module) if is_divided and not is_below_any(path, routed) else ""
+            of_heads = (
+                n for n, each in module.named_parameters(recurse=False) if each.ndim and len(each) == self.heads
+            )
+            heads = ",".join(of_heads) if is_divided and not is_below_any(path, routed) else ""
             if path in begins or path in routed:
                 word = "enter" if path in begins else "region"
                 lent = ",".join(block.lent(path))
@@ -198,11 +201,6 @@ class _Regions:
     def _is_table(self, module: nn.Module) -> bool:
         """Whether a module looks up an entry for each head, as one of relative positions does."""
         return isinstance(module, nn.Embedding) and module.embedding_dim == self.heads
-
-    def _of_heads(self, module: nn.Module) -> str:
-        """The parameters of a module itself that have an entry for each head."""
-        own = module.named_parameters(recurse=False)
-        return ",".join(name for name, each in own if each.ndim and len(each) == self.heads)
 
     def num_parameters(self) -> int:
         """Of the matrices that have a style, whole ones too, and of what routes to experts that are divided."""

@@ -9,7 +9,7 @@ rounding noise in entries near zero grows to the size of a step, while a gradien
 (averaged instead of summed) changes nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,7 +135,8 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
     for step in range(num_steps):
         samples = samples_of_step(chain, num_samples=plan.global_batch, seq_len=plan.seq_len, step=step)
         count = plan.num_microbatches if chain.trains_routers else 1
-        losses = [_backward(model, chain, part, count) for part in _parts(samples, count)]
+        microbatches = zip(samples.inputs.chunk(count), samples.labels.chunk(count), strict=True)
+        losses = [_backward(model, chain, Samples(inputs=one, labels=two), count) for one, two in microbatches]
         found.losses.append(sum(loss for loss, _ in losses))
         found.router_losses += [sum(routers for _, routers in losses)] if chain.trains_routers else []
         found.gradients.append({name: _gradient(p).clone() for name, p in parameters if p.requires_grad})
@@ -144,12 +145,6 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
         optimizer.zero_grad()
     found.weights = {name: p.detach().clone() for name, p in parameters}
     return found
-
-
-def _parts(samples: Samples, count: int) -> Iterator[Samples]:
-    """The microbatches."""
-    for inputs, labels in zip(samples.inputs.chunk(count), samples.labels.chunk(count), strict=True):
-        yield Samples(inputs=inputs, labels=labels)
 
 
 def _backward(model: PreTrainedModel, chain: ModelChain, samples: Samples, count: int) -> tuple[float, float]:

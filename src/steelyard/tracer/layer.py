@@ -226,11 +226,13 @@ def run_layer(traced: TracedLayer, layer: ChainLayer, samples: int, side: Shared
     context, flow = _inputs(traced, samples, side)
     labels = context.labels_BS if traced.role is LayerRole.HEAD else None
     beside = [each for part in getattr(layer.run_alone, "beside", ()) for each in part.buffers()]
+    blocks = [traced.layer - 1] if traced.role is LayerRole.BLOCK else []
+    read = [each for batch in context.batch.values() for each in tensors_of_batch(batch, blocks)]
     return count_passes(
         layer,
         lambda: tensors_of(layer(flow, context)),
         inputs=tensors_of(flow),
-        constants=[*side.tensors(), *_samples_of(traced, context), *beside],
+        constants=[*side.tensors(), *read, *beside],
         label_bytes=0 if labels is None else labels.nbytes,
         all_inputs=not traced.chain.type_of(traced.layer).needs_gradient,
         seen=traced.seen,
@@ -339,10 +341,3 @@ def _inputs(traced: TracedLayer, samples: int, side: SharedInputs) -> tuple[Laye
         for each, is_needed in zip(read, needed, strict=True)
     )
     return context, as_flow(tuple(streams))
-
-
-def _samples_of(traced: TracedLayer, context: LayerContext) -> Iterator[Tensor]:
-    """The samples that a layer of a user's own module reads, and what it is given beside what flows."""
-    blocks = [traced.layer - 1] if traced.role is LayerRole.BLOCK else []
-    for batch in context.batch.values():
-        yield from tensors_of_batch(batch, blocks)

@@ -70,7 +70,8 @@ def config_of(lever: Train, model: PreTrainedModel) -> Any:
         name = next((each for each in (key, f"{lever.kind}_{key}", f"use_{key}") if each in fields), None)
         if name is None:
             raise _refused(key, f"a setting of {config_class.__name__}: {', '.join(fields)}", nearest(key, fields))
-        values[name] = _value(text, fields[name])
+        is_list = "list" in fields[name].lower() and text not in ("true", "false")
+        values[name] = [_scalar(each) for each in text.split("+")] if is_list else _scalar(text)
     stacked = [name for name, each in model.named_parameters() if each.ndim == _STACKED_DIMS]
     for target in values.get("target_parameters") or ():
         if not any(f".{name}".endswith(f".{target}") for name in stacked):
@@ -138,13 +139,6 @@ def changed_by_user(model: nn.Module) -> tuple[PreTrainedModel, Train] | None:
     if not any(each.requires_grad for each in model.parameters()):
         raise _refused("adapters without gradients", "adapters to train", "load them with is_trainable=True")
     return model.get_base_model(), lever
-
-
-def _value(text: str, annotation: str) -> Any:
-    """What a text says, in the type of a field; lists are joined by +."""
-    if "list" in annotation.lower() and text not in ("true", "false"):
-        return [_scalar(each) for each in text.split("+")]
-    return _scalar(text)
 
 
 def _scalar(text: str) -> Any:
