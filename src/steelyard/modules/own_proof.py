@@ -48,7 +48,7 @@ from steelyard.modules.own_split import (
     refuse_compiled,
 )
 from steelyard.modules.pieces import SharedInputs
-from steelyard.modules.split_tp import Styles, block_suppositions, divided_rows
+from steelyard.modules.split_tp import Block, Styles, divided_rows
 from steelyard.modules.stubbed_model import call_arguments
 from steelyard.modules.two_ranks import difference, gradients_of, on_two_ranks, tried, undivided
 from steelyard.plan.file import default_folder, digest, keep
@@ -220,7 +220,7 @@ def _divided(found: FoundSplit, number: int) -> OwnLayerType:
         return undivided(layer_type, [f"a block of more than {MOST_PARAMS} parameters is not proved in numbers"])
     called = {p.removeprefix(f"{path}."): keyword for p, keyword in found.keywords.items() if p.startswith(f"{path}.")}
     proof = cache(lambda: _BlockProof(_with_values(model), number, layer))
-    ways = tried(block_suppositions(block, called), lambda styles: on_two_ranks(partial(proof(), styles=styles)))
+    ways = tried(Block(block, called).suppositions(), lambda styles: on_two_ranks(partial(proof(), styles=styles)))
     if not ways or ways[-1][1]:
         return undivided(layer_type, (reason for _, reason in ways))
     styles = ways[-1][0]

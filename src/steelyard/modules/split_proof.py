@@ -39,7 +39,7 @@ from steelyard.modules.model_inputs import (
     random_samples,
     read_by,
 )
-from steelyard.modules.split_tp import Styles, divided_sizes, follows, suppositions, unread_plan
+from steelyard.modules.split_tp import Styles, block_of, divided_sizes, end_suppositions
 from steelyard.modules.splitting import Found, find_split, text_of
 from steelyard.modules.two_ranks import (
     ThreadedProof,
@@ -73,13 +73,14 @@ def divided_types(
     """
 
     def divided(number: int, layer_type: SplitLayerType) -> SplitLayerType:
-        layer, is_block = split.layers.index(number), layer_type.role is LayerRole.BLOCK
-        unread = unread_plan(model, split, layer, keywords) if is_block else ""
-        supposed = suppositions(model, split, layer_type, layer, keywords)
+        layer = split.layers.index(number)
+        block = block_of(model, split, layer, keywords) if layer_type.role is LayerRole.BLOCK else None
+        supposed = block.suppositions() if block else end_suppositions(model, split, layer_type, layer)
+        unread = block.unread_plan() if block else ""
         ways = tried(supposed, lambda styles: prove({layer_type.name: styles}, False))
         if not ways or ways[-1][1]:
             return undivided(layer_type, filter(None, [unread, *(reason for _, reason in ways)]))
-        own = [reason for styles, reason in ways if is_block and follows(styles, model, split, layer, keywords)]
+        own = [reason for styles, reason in ways if block and block.follows(styles)]
         unproved = f"its own tp plan is not proved on two ranks: {'; '.join(dict.fromkeys(own))}" if all(own) else ""
         styles, known = ways[-1][0], _no_sp(split, layer_type)
         no_sp = known or prove({layer_type.name: styles}, True)
