@@ -87,6 +87,7 @@ class Block:
         return bool(own) and all(styles.get(f"block.{path}", "").removesuffix("_entering") == own[path] for path in own)
 
     def at(self, path: str) -> nn.Module:
+        """The module at a path."""
         return self.module.get_submodule(path)
 
     def lent(self, path: str) -> list[str]:
