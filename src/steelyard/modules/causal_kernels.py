@@ -83,10 +83,7 @@ def attend_backward(
         return _cpu_backward(gradient, *inputs, attended, scores), reach
     if _has_cuda_flash(query_BhPD, scores):
         return _cuda_flash_backward(gradient, *inputs, attended, scores), reach
-    with torch.enable_grad():
-        query, key, value = (tensor.detach().requires_grad_() for tensor in inputs)
-        output = _by_torch(query, key, value, scores)
-    return Gradients(*torch.autograd.grad(output, (query, key, value), gradient)), reach
+    return _by_torch_backward(gradient, *inputs, scores), reach
 
 
 def window_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -205,3 +202,10 @@ def _by_torch(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tens
     groups = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scale)
+
+
+def _by_torch_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Gradients:
+    with torch.enable_grad():
+        inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        output = _by_torch(inputs[0], inputs[1], inputs[2], scores)
+    return Gradients(*torch.autograd.grad(output, inputs, gradient))
