@@ -126,6 +126,10 @@ class ModelChain(Layout):
         """The layer type of one layer of the chain."""
         return self.layer_types[self.layers[layer]]
 
+    def first_of_each_type(self, count: int) -> list[int]:
+        """The first layers of each type, so many where there are as many, in the order of the chain."""
+        return [layer for layer, number in enumerate(self.layers) if self.layers[:layer].count(number) < count]
+
     def hidden_shape(self, layer: int, seq_len: int) -> tuple[int, int]:
         """Sequence length and width of what flows out of a layer, for samples of ``seq_len`` tokens."""
         layer_type = self.type_of(layer)

@@ -92,7 +92,7 @@ class FakeOpCache(Generic[Note]):
         """
         if func is _VALUE and type(args[0]) is FakeTensor and args[0].dtype is torch.bool:
             return True, note(True)
-        looks = _look(func, args, kwargs)
+        looks = look(func, args, kwargs)
         if looks is None:
             out = func(*args, **kwargs)
             return out, note(out)
@@ -106,9 +106,9 @@ class FakeOpCache(Generic[Note]):
         return out, found
 
     def _remember(self, looks: Look, call: tuple[Any, ...], out: Any, note: Note) -> None:
-        """Keeps what a call (operation, arguments, named arguments) returned, where that follows from its look."""
+        """Keeps what a call (operation, arguments, named arguments) returned, where that follows from its `look`."""
         key, tensors = looks
-        after = _look(*call)
+        after = look(*call)
         if after is None or after[0] != key:
             return
         container = type(out) if type(out) in (list, tuple) else None
@@ -182,7 +182,7 @@ def has_parts(tensor_type: type[torch.Tensor]) -> bool:
     return hasattr(tensor_type, "__tensor_flatten__") and not issubclass(tensor_type, AsyncCollectiveTensor)
 
 
-def _look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Look | None:
+def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Look | None:
     """How a call looks; None where its result does not follow from that."""
     if not _UNTOLD.isdisjoint(func.tags):
         return None

@@ -222,7 +222,7 @@ def _small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
     given = full_config(found.config)
     plain, wide = (structure_of(without_dropout(small_config(given, widths=each))) for each in ((), widths_of(given)))
     chain = chain_from_config(given, name=found.split.model_type, split=found.split)
-    few = _first_two_of_each(chain)
+    few = chain.first_of_each_type(2)
     if found.split.read_by(found.split.between):  # the last state of a tower beside those of others
         few = sorted({*few, found.split.between - 1})
     blocks = config_of_blocks(chain, few, is_compared=True)
@@ -330,7 +330,7 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
             wrong = f"they raise {type(error).__name__} ({first_line(error)[:160]})"
         if wrong:
             return None, wrong
-    few = _first_two_of_each(chain)
+    few = chain.first_of_each_type(2)
     few = few if _is_chain(chain, few) else list(range(chain.num_layers))
     short = _results(parts, trained, _run_pieces(parts, chain, ids, decoder_ids, few), labels)
     parts.zero_grad()
@@ -367,18 +367,6 @@ def _is_chain(chain: ModelChain, layers: Sequence[int]) -> bool:
     alike = (chain.state_shapes(before, 1) == chain.state_shapes(after - 1, 1) for before, after in pairwise(layers))
     past = chain.split.past
     return all(alike) and all({*past(after - 1)} <= {*past(before)} for before, after in pairwise(layers))
-
-
-def _first_two_of_each(chain: ModelChain) -> list[int]:
-    """The first two layers of each type."""
-    places = range(chain.num_layers)
-    return sorted(
-        {
-            place
-            for layer_type in set(chain.layers)
-            for place in [n for n in places if chain.layers[n] == layer_type][:2]
-        }
-    )
 
 
 def _run_pieces(

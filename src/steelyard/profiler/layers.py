@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils import _pytree as pytree
 
-from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
 from steelyard.modules.dimensions import divide_layer
 from steelyard.modules.freezing import rest_in
@@ -54,7 +54,8 @@ from steelyard.precision import LayerPrecision
 from steelyard.profiler.clock import Stopwatch, barrier, fast_half_columns, fast_half_mean, num_repetitions, over_ranks
 from steelyard.profiles.profile import MeasuredTime
 
-_NUM_BLOCKS_OF_A_TYPE = 2
+_NUM_OF_A_TYPE = 2
+"""Blocks; of an embedding or a head there is one of each type."""
 _NUM_MICROBATCHES = 2
 
 
@@ -141,7 +142,7 @@ def build_short_chain(
     Sharded over the one axis of ``shard_mesh`` where that is given, else replicas without others. ``own`` is the user's
     own module that the chain is of; a copy of it is divided.
     """
-    picked = [layer for layer in _layers_of_each_type(chain) if chain.type_of(layer).name in layer_types]
+    picked = [layer for layer in chain.first_of_each_type(_NUM_OF_A_TYPE) if chain.type_of(layer).name in layer_types]
     if own is None:
         model = build_meta_model(chain)
         prepare_model(model, chain)
@@ -321,14 +322,3 @@ def repetition_laps(short: ShortChain, samples: int) -> list[float]:
         in_order = laps[: len(short.layers)] + laps[: len(short.layers) - 1 : -1]
         total_s = [total + lap for total, lap in zip(total_s, in_order, strict=True)]
     return [total / _NUM_MICROBATCHES for total in total_s]
-
-
-def _layers_of_each_type(chain: ModelChain) -> list[int]:
-    """The first layer of each type in the chain, and a second one of each block type where there is one."""
-    picked: list[int] = []
-    for layer in range(chain.num_layers):
-        layer_type = chain.layers[layer]
-        most = _NUM_BLOCKS_OF_A_TYPE if chain.layer_types[layer_type].role is LayerRole.BLOCK else 1
-        if sum(chain.layers[other] == layer_type for other in picked) < most:
-            picked.append(layer)
-    return picked

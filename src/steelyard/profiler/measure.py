@@ -4,6 +4,7 @@ Every process calls `measure` and gets the same `Profile`.
 """
 
 import datetime
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.strategy import Strategy, shape_strategies
 from steelyard.precision import LayerPrecision
 from steelyard.processes.group import current_device
-from steelyard.profiler.clock import Deadline, barrier, over_ranks
+from steelyard.profiler.clock import barrier, over_ranks
 from steelyard.profiler.collectives import measure_collectives, num_collectives
 from steelyard.profiler.layers import (
     Laps,
@@ -80,15 +81,15 @@ def measure(
         precision=precision,
         device=device,
         budget_s=budget_s,
-        deadline=Deadline(budget_s, device),
+        end_s=time.monotonic() + budget_s,
         progress=progress,
         own=own,
     )
     timed, beside = run.compute(layers, samples)
     collectives = run.collectives() if world_size > 1 else ()
     progress("end of a step, overlap", _OVERHEADS_BEGIN)
-    step_overhead_s = measure_step_overhead(device, budget_s=run.deadline.left_s() / 4)
-    changes = {"overlap_slowdown": measure_overlap_slowdown(device, budget_s=run.deadline.left_s())}
+    step_overhead_s = measure_step_overhead(device, budget_s=run.left_until(1.0) / 4)
+    changes = {"overlap_slowdown": measure_overlap_slowdown(device, budget_s=run.left_until(1.0))}
     barrier(device)
     return trace.model_copy(
         update={
@@ -187,13 +188,18 @@ class _Run:
     precision: LayerPrecision
     device: torch.device
     budget_s: float
-    deadline: Deadline
+    end_s: float
+    """When it should be done, on this process's clock."""
     progress: Progress
     own: OwnModel | None
 
     def left_until(self, share: float) -> float:
-        """Seconds that are left until so large a share of the budget is spent; a collective call."""
-        return max(self.deadline.left_s() - (1 - share) * self.budget_s, 0.0)
+        """Seconds until so large a share of the budget is spent, of the process that has the fewest; 0 when it is.
+
+        A collective call.
+        """
+        left_s = over_ranks([self.end_s - time.monotonic()], self.device, dist.ReduceOp.MIN)[0]
+        return max(max(left_s, 0.0) - (1 - share) * self.budget_s, 0.0)
 
     def compute(
         self, layers: Sequence[LayerProfile], samples: Sequence[int]
