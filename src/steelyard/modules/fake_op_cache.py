@@ -83,6 +83,10 @@ class FakeOpCache(Generic[Note]):
 
     _found: dict[Hashable, CachedOp[Note]] = field(default_factory=dict)
 
+    def find(self, key: Hashable) -> CachedOp[Note] | None:
+        """What the call of this key returned, if there was one."""
+        return self._found.get(key)
+
     def run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], note: Callable[[Any], Note]
     ) -> tuple[Any, Note]:
@@ -96,16 +100,16 @@ class FakeOpCache(Generic[Note]):
         if looks is None:
             out = func(*args, **kwargs)
             return out, note(out)
-        seen = self._found.get(looks[0])
+        seen = self.find(looks[0])
         if seen is not None:
             return seen.again(looks[1]), seen.note
         with disable_fake_tensor_cache(looks[1][0].fake_mode):  # once remembered is enough
             out = func(*args, **kwargs)
         found = note(out)
-        self._remember(looks, (func, args, kwargs), out, found)
+        self.remember(looks, (func, args, kwargs), out, found)
         return out, found
 
-    def _remember(self, looks: Look, call: tuple[Any, ...], out: Any, note: Note) -> None:
+    def remember(self, looks: Look, call: tuple[Any, ...], out: Any, note: Note) -> None:
         """Keeps what a call (operation, arguments, named arguments) returned, where that follows from its `look`."""
         key, tensors = looks
         after = look(*call)
