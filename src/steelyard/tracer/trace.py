@@ -104,8 +104,32 @@ def trace(
     ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` is as `TracedLayer` has it.
     A degree that does not divide a layer type's sizes is left out for that layer type.
     """
+    model = build_meta_model(chain) if own is None else own.without_values()
+    prepare_model(model, chain)
+    layers: list[LayerProfile] = []
+    seen = Operations()
     with _collector_paused():
-        layers = _trace_layers(chain, seq_len, precision, sorted(set(degrees) | {1}), own, fp32_adapters)
+        for degree in sorted({1, *degrees}):
+            with fake_world(degree) as mesh:
+                for number, layer_type in enumerate(chain.layer_types):
+                    places = [layer for layer in range(chain.num_layers) if chain.layers[layer] == number]
+                    layers += [
+                        _profile(
+                            TracedLayer(
+                                chain=chain,
+                                layer=places[min(1, len(places) - 1)],
+                                seq_len=seq_len,
+                                precision=precision,
+                                mesh=mesh,
+                                strategy=strategy,
+                                model=model,
+                                fp32_adapters=fp32_adapters,
+                                seen=seen,
+                            ),
+                            layer_type,
+                        )
+                        for strategy in legal_shapes(layer_type, degree, seq_len)
+                    ]
     return Profile(
         identity=ProfileIdentity(
             method="traced",
@@ -134,38 +158,6 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _trace_layers(
-    chain: ModelChain,
-    seq_len: int,
-    precision: LayerPrecision,
-    degrees: list[int],
-    own: OwnModel | None,
-    fp32_adapters: bool,
-) -> list[LayerProfile]:
-    model = build_meta_model(chain) if own is None else own.without_values()
-    prepare_model(model, chain)
-    layers: list[LayerProfile] = []
-    seen = Operations()
-    for degree in degrees:
-        with fake_world(degree) as mesh:
-            for number, layer_type in enumerate(chain.layer_types):
-                for strategy in legal_shapes(layer_type, degree, seq_len):
-                    places = [layer for layer in range(chain.num_layers) if chain.layers[layer] == number]
-                    traced = TracedLayer(
-                        chain=chain,
-                        layer=places[min(1, len(places) - 1)],
-                        seq_len=seq_len,
-                        precision=precision,
-                        mesh=mesh,
-                        strategy=strategy,
-                        model=model,
-                        fp32_adapters=fp32_adapters,
-                        seen=seen,
-                    )
-                    layers.append(_profile(traced, layer_type))
-    return layers
 
 
 def _profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
