@@ -172,25 +172,10 @@ def _has_cuda_flash(query: Tensor, scores: Scores) -> bool:
 def _cuda_flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scores: Scores
 ) -> Gradients:
-    seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # read only where entries are dropped
-    return Gradients(
-        *_aten._scaled_dot_product_flash_attention_backward(
-            gradient,
-            query,
-            key,
-            value,
-            *attended,
-            None,
-            None,
-            query.size(2),
-            key.size(2),
-            0.0,
-            True,
-            seed,
-            torch.empty((), dtype=torch.uint64, device=query.device),
-            scale=scores.scale,
-        )
-    )
+    given = (gradient, query, key, value, *attended, None, None, query.size(2), key.size(2), 0.0, True)
+    # read only where entries are dropped
+    seed, place = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
+    return Gradients(*_aten._scaled_dot_product_flash_attention_backward(*given, seed, place, scale=scores.scale))
 
 
 def _by_torch(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:

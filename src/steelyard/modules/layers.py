@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.model.family import Family, Run, Task
@@ -83,21 +83,19 @@ class LayerContext:
     config, twice per layer and pass. None of these tensors does.
     """
 
-    __slots__ = ("batch", "config", "decoder_ids", "labels_BS", "logits", "num_targets", "own", "side")
+    __slots__ = ("batch", "decoder_ids", "labels_BS", "logits", "num_targets", "own", "side")
 
     def __init__(
         self,
         *,
         side: SharedInputs,
-        config: PreTrainedConfig,
         labels_BS: Tensor | None = None,  # noqa: N803
         num_targets: int | Tensor = 1,
         decoder_ids: Tensor | None = None,
         batch: Mapping[int, OwnBatch] | None = None,
         logits: list[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        self.side, self.config = side, config
-        self.labels_BS = labels_BS
+        self.side, self.labels_BS = side, labels_BS
         """The target at every place, or of every image; needed by the head alone."""
         self.num_targets = num_targets
         """Targets of the whole global batch, over which the loss is the mean."""

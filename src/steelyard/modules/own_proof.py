@@ -207,7 +207,7 @@ def _loss(model: OwnModel, read: Any) -> Tensor:
 
 def _context(number: int, batch: OwnBatch) -> LayerContext:
     side = SharedInputs(position_ids=torch.empty(0))
-    return LayerContext(side=side, config=None, num_targets=batch.num_samples, batch={number: batch})
+    return LayerContext(side=side, num_targets=batch.num_samples, batch={number: batch})
 
 
 def _divided(found: FoundSplit, number: int) -> OwnLayerType:

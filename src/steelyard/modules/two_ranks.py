@@ -210,7 +210,7 @@ def pieces_of(
             layer.entering, layer.past = split.places(number, before)
     tokens = (ids if decoder_ids is None else decoder_ids).shape[1]
     side = shared_inputs_of(layers, model, chain, ids.device)(tokens, torch.float32, ids.device)
-    return layers, LayerContext(side=side, config=model.config, decoder_ids=decoder_ids)
+    return layers, LayerContext(side=side, decoder_ids=decoder_ids)
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:

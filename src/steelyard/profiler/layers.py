@@ -261,7 +261,6 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
     watch.mark()
     context = LayerContext(
         side=short.side(short.seq_len, short.dtype, short.device),
-        config=short.side.model_config,
         labels_BS=labels,
         num_targets=labels.numel(),
         decoder_ids=decoder_inputs(labels, short.side.model_config, short.chain.features) if labels.dim() > 1 else None,

@@ -282,7 +282,6 @@ class StageModule(nn.Module):
             batch, self.batches[self._forwards_done] = self.batches[self._forwards_done], batch
         context = LayerContext(
             side=self.side(self._seq_len, self.dtype, inputs[0].device),
-            config=self.side.model_config,
             labels_BS=labels_BS,
             num_targets=self.num_targets,
             decoder_ids=decoder_ids,

@@ -110,13 +110,10 @@ def stored_parameters(
     own = model.state_dict()
     found: dict[str, list[tuple[str, str | None]]] = {}
     for name in stored:
-        target, pattern = (
-            (name, None)
-            if name in own
-            else renamed_key(
-                name, renamings, converters, base_model_prefix=model.base_model_prefix, meta_state_dict=own
-            )
-        )
+        target, pattern = name, None
+        if name not in own:
+            known = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": own}
+            target, pattern = renamed_key(name, renamings, converters, **known)
         found.setdefault(target, []).append((name, pattern))
     return {
         target: replace(_joined(target, pieces, converters), apart=apart.get(target.rpartition(".")[0], 1))
@@ -157,15 +154,8 @@ INDEX_FILE = "model.safetensors.index.json"
 FILE_BYTES = 2 * 2**30
 """A file is closed when it has this much."""
 _NOT_COMPARED = (
-    *(
-        "architectures",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "_name_or_path",
-        "initializer_range",
-    ),
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path"),
+    *("initializer_range",),
     *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "output_attentions"),
     *("output_hidden_states", "return_dict", "chunk_size_feed_forward", "pretraining_tp", "id2label", "label2id"),
 )

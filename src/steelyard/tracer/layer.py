@@ -322,7 +322,6 @@ def _inputs(traced: TracedLayer, samples: int, side: SharedInputs) -> tuple[Laye
     first, labels = blank_samples(chain, samples, seq_len)
     context = LayerContext(
         side=side,
-        config=model.config,
         labels_BS=labels,
         num_targets=labels.numel(),
         decoder_ids=decoder_inputs(labels, model.config, chain.features) if chain.family.task.has_two_lists else None,

@@ -70,7 +70,6 @@ def own_context(context: LayerContext, mesh: DeviceMesh) -> LayerContext:
     if share not in context.own:
         context.own[share] = LayerContext(
             side=_own_side(context.side, mesh),
-            config=context.config,
             labels_BS=None if context.labels_BS is None else local_tokens(context.labels_BS, SEQUENCE_DIM, mesh),
             num_targets=context.num_targets,
             logits=context.logits,

@@ -103,13 +103,8 @@ def lever_of(config: Any) -> Train:
         default = field.default_factory() if callable(field.default_factory) else field.default
         if name == "target_modules" or (value == default and not (kind == LORA and name in ("r", "lora_alpha"))):
             continue
-        parts = (
-            sorted(value)
-            if isinstance(value, set | frozenset)
-            else value
-            if isinstance(value, list | tuple)
-            else [value]
-        )
+        are_several = isinstance(value, list | tuple | set | frozenset)
+        parts = sorted(value) if isinstance(value, set | frozenset) else value if are_several else [value]
         if not all(isinstance(each, str | int | float) for each in parts):
             raise _refused(f"{name}={value!r}", "a word, a number or a list of them", "leave the setting out")
         words = (str(each).lower() if isinstance(each, bool) else str(each) for each in parts)
