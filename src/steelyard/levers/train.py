@@ -211,7 +211,7 @@ class Train(Lever):
         def changed(layer_type: LayerType) -> LayerType:
             if not self.is_plain:
                 return replace(layer_type, no_tp=layer_type.no_tp or f"{self._word} adapters are not divided")
-            styles = set((chain.family.of_type(chain.family.tp, layer_type) or {}).values())
+            styles = set(chain.family.styles(layer_type).values())
             others = sorted(each.partition(":")[0] for each in styles if not _divides(each))
             return replace(layer_type, no_tp=f"adapters are not divided beside {others[0]}") if others else layer_type
 

@@ -343,7 +343,7 @@ def apply_tensor_parallel(layer: ChainLayer, chain: ModelChain, mesh: DeviceMesh
             field="tp", found=f"tp for the {layer.layer_type.name} layers", expected=f"no tp: {layer.layer_type.no_tp}"
         )
     styles: dict[str, ParallelStyle] = {}
-    named = chain.family.of_type(chain.family.tp, layer.layer_type) or {}
+    named = chain.family.styles(layer.layer_type)
     for path, name in named.items():
         word, *arguments = name.split(":")
         if word not in STYLES:
