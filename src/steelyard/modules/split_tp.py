@@ -331,25 +331,20 @@ def divided_sizes(
     model: PreTrainedModel, split: ModelSplit, layer_type: int, styles: Styles
 ) -> tuple[tuple[str, int], ...]:
     """The sizes of a layer type that a degree must divide, with their names for messages."""
-    return tuple(_divided(model, split, split.layers.index(layer_type), styles)) if styles else ()
-
-
-def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styles) -> Iterator[tuple[str, int]]:
-    if split.kinds[split.layers[layer]].role is not LayerRole.BLOCK:
-        yield "vocabulary", split.vocab_size
-        return
-    path = split.modules(layer)["block"]
-    config = _config_of(path, _config_of_part(path, model))
-    queries = getattr(config, "num_attention_heads", None)
+    if not styles:
+        return ()
+    if split.kinds[layer_type].role is not LayerRole.BLOCK:
+        return (("vocabulary", split.vocab_size),)
+    path = split.modules(split.layers.index(layer_type))["block"]
+    config, block = _config_of(path, _config_of_part(path, model)), model.get_submodule(path)
+    found: list[tuple[str, int]] = []
+    queries, keys = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
     if isinstance(queries, int):
-        yield QUERY_HEADS, queries
-        keys = getattr(config, "num_key_value_heads", None)
-        yield KV_HEADS, keys if isinstance(keys, int) else queries
-    block = model.get_submodule(path)
+        found += [(QUERY_HEADS, queries), (KV_HEADS, keys if isinstance(keys, int) else queries)]
     experts = [each.num_experts for each in routed_experts(block)]
     if "own_experts" in styles.values() and experts:
-        yield "experts", max(experts)
-    yield from divided_rows(block, styles)
+        found.append(("experts", max(experts)))
+    return *found, *divided_rows(block, styles)
 
 
 def _config_of_part(block: str, model: PreTrainedModel) -> PreTrainedConfig:

@@ -7,7 +7,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -158,8 +158,17 @@ def on_two_ranks(compared: Callable[[DeviceMesh], str]) -> str:
     store = dist.HashStore()
 
     def run(rank: int) -> None:
-        with suppress(SystemExit):  # how a rank ends whose partner has failed
-            outcomes[rank] = _outcome(rank, store, compared)
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
+            outcomes[rank] = compared(init_device_mesh("cpu", (RANKS,)))
+        except SystemExit:  # how a rank ends whose partner has failed
+            pass
+        except Exception as error:
+            outcomes[rank] = f"it raises {type(error).__name__} ({first_line(error)[:120]})"
+            ProcessLocalGroup.exception_handle(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     with _threaded_groups():
         ranks = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(RANKS)]
@@ -169,18 +178,6 @@ def on_two_ranks(compared: Callable[[DeviceMesh], str]) -> str:
             each.join(_PATIENCE_S)
     reasons = [outcomes[rank] for rank in sorted(outcomes) if outcomes[rank]]
     return reasons[0] if reasons else "" if len(outcomes) == RANKS else "it does not end"
-
-
-def _outcome(rank: int, store: dist.Store, compared: Callable[[DeviceMesh], str]) -> str:
-    try:
-        dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
-        return compared(init_device_mesh("cpu", (RANKS,)))
-    except Exception as error:
-        ProcessLocalGroup.exception_handle(error)
-        return f"it raises {type(error).__name__} ({first_line(error)[:120]})"
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def _copy_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -154,14 +154,12 @@ class LiveStorages(FakeOpMode):
                 self._terms.setdefault(identity, term)
 
     def _follow(self, tensor: Tensor) -> None:
-        for each in held_tensors(tensor):
-            self._follow_storage(each)
+        for each in held_tensors(tensor) if not self.is_learning else ():
+            # whether it is on the meta device; of a fake one asked without an operation, which ``is_meta`` is there
+            if (each.fake_device.type != "meta") if type(each) is FakeTensor else not each.is_meta:
+                self._follow_storage(each.untyped_storage())
 
-    def _follow_storage(self, tensor: Tensor) -> None:
-        # whether a tensor is on the meta device; of a fake one asked without an operation, which ``is_meta`` is there
-        if self.is_learning or ((tensor.fake_device.type == "meta") if type(tensor) is FakeTensor else tensor.is_meta):
-            return
-        storage = tensor.untyped_storage()
+    def _follow_storage(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
         if is_on_host(storage):
             if key not in self._on_host:
