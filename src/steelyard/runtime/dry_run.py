@@ -376,7 +376,12 @@ def _fake_tensors(backend: Backend) -> Iterator[None]:
         )
         stack.enter_context(mock.patch.object(loss_scale, "any_rank_has", return_value=False))
         stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", _vote_alone))
-        stack.enter_context(mock.patch.object(schedules, "_batch_p2p", _keeping_tensors(schedules._batch_p2p)))
+        batch = schedules._batch_p2p
+
+        def begin(operations: list[dist.P2POp], desc: str | None = None) -> list[_WorkWithTensors]:
+            return [_WorkWithTensors(work, [each.tensor for each in operations]) for work in batch(operations, desc)]
+
+        stack.enter_context(mock.patch.object(schedules, "_batch_p2p", begin))
         if Backend(backend).copies_what_it_scatters:
             reduce_scatter = dist.reduce_scatter_single
 
@@ -402,16 +407,6 @@ class _WorkWithTensors:
         """Waits for the transfer and lets its tensors go."""
         self._work.wait()
         self._tensors = []
-
-
-def _keeping_tensors(batch: Callable[..., list[dist.Work]]) -> Callable[..., list[_WorkWithTensors]]:
-    """The function that begins transfers, with transfers that keep what they move until they are waited for."""
-
-    def begin(operations: list[dist.P2POp], desc: str | None = None) -> list[_WorkWithTensors]:
-        tensors = [operation.tensor for operation in operations]
-        return [_WorkWithTensors(work, tensors) for work in batch(operations, desc)]
-
-    return begin
 
 
 def _vote_alone(_schedule: Any, stages: list[Any], has_backward: bool, _p2p_done: bool) -> None:

@@ -113,15 +113,11 @@ def _are_alike(plan: Plan, stages: tuple[int, ...]) -> bool:
 
 def _group_across(plan: Plan, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The group of the ranks at the same place in each of the stages, on those ranks; of all where sizes differ."""
-    if not _are_alike(plan, stages):
-        spans = [plan.stages[stage].ranks for stage in stages]
-        ranks = [rank for first, last in spans for rank in range(first, last + 1)]
-        group = dist.new_group(ranks)
-        return group if dist.get_rank() in ranks else None
+    first_and_last = (plan.stages[stage].ranks for stage in stages)
+    spans = [range(first, last + 1) for first, last in first_and_last]
     mine = None
-    for place in range(plan.stages[stages[0]].num_devices):
-        ranks = [plan.stages[stage].ranks[0] + place for stage in stages]
-        group = dist.new_group(ranks)
+    for ranks in zip(*spans, strict=True) if _are_alike(plan, stages) else [sum(map(tuple, spans), ())]:
+        group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
             mine = group
     return mine
