@@ -42,6 +42,7 @@ from steelyard.modules.own_pieces import OwnBatch, OwnModel
 from steelyard.modules.pieces import SharedInputs, SplitSharedInputs, split_run
 from steelyard.modules.remat import REMAT_CONTEXTS
 from steelyard.modules.router_loss import RouterLoss, router_loss_of
+from steelyard.modules.updates import whole_of
 from steelyard.plan.strategy import Remat
 
 _MIX = 0x9E3779B97F4A7C15
@@ -223,7 +224,7 @@ class HeadLayer(ChainLayer):
         with self.own_parameters():
             logits = self.run_alone(self, inputs, context).float()
         if context.logits is not None:
-            context.logits.append((labels_BS, logits.full_tensor() if isinstance(logits, DTensor) else logits))
+            context.logits.append((labels_BS, whole_of(logits)))
             return torch.zeros((), device=labels_BS.device)
         loss = functional.cross_entropy(logits.flatten(0, -2), labels_BS.flatten(), reduction="sum")
         return (loss.to_local() if isinstance(loss, DTensor) else loss) / context.num_targets

@@ -36,6 +36,7 @@ from steelyard.modules.dimensions.cp import apply_context_parallel, own_context
 from steelyard.modules.dimensions.tp import apply_tensor_parallel
 from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, build_layer, shared_inputs_of, tensors_of
 from steelyard.modules.split_tp import RANKS, Styles, divided_sizes
+from steelyard.modules.updates import whole_of
 from steelyard.plan.strategy import Remat
 
 _SMALL, _SMALL_OF_ONE = 1e-3, 1e-2
@@ -114,7 +115,7 @@ class ThreadedProof:
                 apply_context_parallel(layer, mesh, "gather")
                 run = partial(_by_tokens, run, mesh)
             flow = layer.within(flow, context, partial(_in_parts, run, mesh) if cut else run)
-        (logits,) = (each.full_tensor() if isinstance(each, DTensor) else each for each in tensors_of(flow))
+        (logits,) = map(whole_of, tensors_of(flow))
         logits = logits.view_as(self.expected["logits"])
         loss_of(logits, self.labels).backward()
         found = {"logits": logits.detach()}
@@ -123,7 +124,7 @@ class ThreadedProof:
             if gradient is not None and layer.layer_type.name in by_tokens:
                 dist.all_reduce(gradient, group=mesh.get_group())
             if gradient is not None:
-                found[path] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                found[path] = whole_of(gradient)
         return difference(self.expected, found, chain, self.tolerance)
 
 
@@ -145,8 +146,7 @@ def undivided(layer_type: LayerTypeOf, reasons: Iterable[str]) -> LayerTypeOf:
 
 def gradients_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
     """The whole gradient of each parameter that has one, by its path."""
-    found = {path: each.grad for path, each in parameters if each.grad is not None}
-    return {path: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for path, each in found.items()}
+    return {path: whole_of(each.grad).clone() for path, each in parameters if each.grad is not None}
 
 
 def on_two_ranks(compared: Callable[[DeviceMesh], str]) -> str:

@@ -24,8 +24,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
@@ -39,7 +37,7 @@ from steelyard.modules.levers.quantized_base import PARTS
 from steelyard.modules.levers.train import first_values, is_added, merged, own_name, reads_base, with_added, write_added
 from steelyard.modules.prepared import stored_apart
 from steelyard.modules.replicated import activation_dtype
-from steelyard.modules.updates import local_part
+from steelyard.modules.updates import local_part, local_slices, whole_of
 from steelyard.output import command
 from steelyard.plan.plan import Plan
 from steelyard.runtime.checks import export_part
@@ -203,7 +201,7 @@ def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 
                     )
                 local = local_part(parameter.detach())
                 if local.numel():
-                    local.copy_(found.read(folder.tensor, _local_slices(parameter)))
+                    local.copy_(found.read(folder.tensor, local_slices(parameter)))
         for name, module in takers.items():
             module.take(stored[name].read(folder.tensor, tuple(slice(0, size) for size in module.shape)))
     if reads_base(chain):
@@ -221,11 +219,11 @@ def _begin_beside(state: RunState, chain: ModelChain, seed: int) -> None:
     """Gives what levers add first values beside the weights as they are; a collective call of a stage's ranks."""
     model, weights = build_meta_model(chain), state.weights()
     for each in _with_added(weights, chain, model):
-        tensors = {name: _whole(weights[own]) for name, own in each.names.items()}
+        tensors = {name: whole_of(weights[own].detach()) for name, own in each.names.items()}
         found = first_values(model, chain, each.path, tensors, seed=seed, layer=each.layer)
         for name, first in found.items():
             kept = weights[each.names[name]]
-            local_part(kept.detach()).copy_(first[_local_slices(kept)])
+            local_part(kept.detach()).copy_(first[local_slices(kept)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,13 +351,6 @@ def export_weights(
         ) from error
 
 
-def _local_slices(parameter: Tensor) -> tuple[slice, ...]:
-    if not isinstance(parameter, DTensor):
-        return tuple(slice(0, size) for size in parameter.shape)
-    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-
-
 def _tensor_files(path: Path) -> dict[str, str]:
     """The file of every tensor in a folder."""
     index = path / INDEX_FILE
@@ -427,9 +418,10 @@ def _gathered(
             continue
         if name in changed and name not in whole_now:
             each = changed[name]
-            found = merged(model, chain, each.path, {key: _whole(weights[own]) for key, own in each.names.items()})
+            around = {key: whole_of(weights[own].detach()) for key, own in each.names.items()}
+            found = merged(model, chain, each.path, around)
             whole_now = {f"{each.path}.{key}": tensor for key, tensor in found.items()}
-        whole = whole_now[name] if name in changed else _whole(parameter)
+        whole = whole_now[name] if name in changed else whole_of(parameter.detach())
         kept_dtype = dtype if isinstance(parameter, nn.Parameter) else whole.dtype
         num_bytes += whole.numel() * kept_dtype.itemsize
         if name.rpartition(".")[0] in apart:
@@ -441,12 +433,6 @@ def _gathered(
             tensors, num_bytes = {}, 0
     if num_bytes:
         yield tensors
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    """The whole of a tensor; a collective call."""
-    tensor = parameter.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _name_files(part: Path, files: list[tuple[str, dict[str, int]]]) -> None:
