@@ -10,6 +10,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -141,20 +142,21 @@ class OpCounter(FakeOpMode):
         self.counts = OpCounts()
         self.log: list[tuple[int, int]] = []
         self._ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._ignored: set[int] = set()
-        self._next_id = 0
+        self._numbers = count()
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Logs the storages of these tensors as present from now on."""
-        for tensor in tensors:
-            self._register(tensor)
+        """Logs the storages of these tensors as present from now on, where they have no number yet."""
+        for storage in (_local(tensor).untyped_storage() for tensor in tensors):
+            if storage not in self._ids:
+                key, size = next(self._numbers), storage.nbytes()
+                self._ids[storage] = key
+                self.log.append((key, size))
+                weakref.finalize(storage, self.log.append, (key, -size))
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Leaves the storages of these tensors (parameters, shared inputs) out of the log."""
         for tensor in tensors:
-            storage = _local(tensor).untyped_storage()
-            self._ids[storage] = self._fresh_id()
-            self._ignored.add(self._ids[storage])
+            self._ids[_local(tensor).untyped_storage()] = next(self._numbers)
 
     def storage_ids(self, tensors: Iterable[Tensor]) -> set[int]:
         """The ids under which the storages of these tensors stand in the log."""
@@ -166,26 +168,10 @@ class OpCounter(FakeOpMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)
         out, effect = self._seen.run(func, args, kwargs, lambda out: _effect(func, args, kwargs, out))
-        if self.is_learning:
-            return out
-        self.counts.add(effect)
-        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._register(leaf)
+        if not self.is_learning:
+            self.counts.add(effect)
+            self.watch(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
         return out
-
-    def _register(self, tensor: Tensor) -> None:
-        storage = _local(tensor).untyped_storage()
-        if storage in self._ids:
-            return
-        key, size = self._fresh_id(), storage.nbytes()
-        self._ids[storage] = key
-        self.log.append((key, size))
-        weakref.finalize(storage, self.log.append, (key, -size))
-
-    def _fresh_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
 
 
 def live_bytes(log: list[tuple[int, int]], *, without: set[int]) -> list[int]:
