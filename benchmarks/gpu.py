@@ -358,7 +358,6 @@ def layer_bytes(chain: ModelChain, place: int, remat: Remat, bench: Bench) -> tu
         inputs = torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_()
     context = LayerContext(
         side=side(bench.sizes.seq_len, torch.bfloat16, device),
-        config=side.model_config,
         labels_BS=labels,
         num_targets=labels.numel(),
     )

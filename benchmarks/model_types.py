@@ -207,7 +207,7 @@ def divided_share(chain: ModelChain) -> float:
         for inner, module in block.named_modules(prefix=path):
             if {inner, inner.rpartition(".")[0]} & called:  # or read by the module that holds it
                 whole += sum(each.numel() for each in module.parameters(recurse=False))
-        for path, style in (chain.family.of_type(chain.family.tp, chain.type_of(layer)) or {}).items():
+        for path, style in chain.family.styles(chain.type_of(layer)).items():
             if style.split(":")[0] in DIVIDING:
                 module = block.get_submodule(path.removeprefix("block").removeprefix("."))
                 divided += sum(each.numel() for each in module.parameters(recurse=False))

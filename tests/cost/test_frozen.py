@@ -9,8 +9,7 @@ from steelyard.cost.job import DeviceGroup, Job
 from steelyard.cost.predict import predict, predict_memory
 from steelyard.cost.switching import switch_table
 from steelyard.hardware import parse_cluster
-from steelyard.model.chain import ModelChain
-from steelyard.model.freezing import frozen_chain
+from steelyard.model.chain import ModelChain, frozen_chain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.freezing import find_freeze
 from steelyard.plan.plan import Plan

@@ -10,7 +10,7 @@ from steelyard.model.family import LayerRole
 from steelyard.model.split import SplitLayerType
 from steelyard.modules.build import read_hub_config
 from steelyard.modules.split_proof import divided_types, split_model
-from steelyard.modules.split_tp import Styles, follows, suppositions, unread_plan
+from steelyard.modules.split_tp import Block, Styles, block_of
 from steelyard.modules.splitting import Found, find_split
 from tests.modules.split_configs import split_config
 from tests.runtime.models import FAMILY_CONFIGS
@@ -35,12 +35,12 @@ LOCAL = "local_params"
 UNREAD = OF_EXPERTS | {"embedding_rowwise", "embedding_colwise", "sequence_parallel"}
 
 
-def _layer_types(found: Found) -> list[tuple[SplitLayerType, int]]:
-    """The block types, with the first layer of each."""
-    layer_types = enumerate(found.split.kinds)
+def _blocks(found: Found) -> list[tuple[SplitLayerType, Block]]:
+    """The block types, with the first block of each."""
+    layers, given = found.split.layers, (found.model, found.split)
     return [
-        (layer_type, found.split.layers.index(number))
-        for number, layer_type in layer_types
+        (layer_type, block_of(*given, layers.index(number), found.keywords))
+        for number, layer_type in enumerate(found.split.kinds)
         if layer_type.role is LayerRole.BLOCK
     ]
 
@@ -66,45 +66,39 @@ def test_every_style_that_a_plan_of_transformers_has_is_known_here() -> None:
 @pytest.mark.parametrize("style", READ)
 def test_a_style_that_is_read_is_supposed(style: str) -> None:
     found = _with_style(style)
-    ((layer_type, layer),) = _layer_types(found)
-    assert not unread_plan(found.model, found.split, layer, found.keywords)
-    supposed = suppositions(found.model, found.split, layer_type, layer, found.keywords)
+    ((_, block),) = _blocks(found)
+    assert not block.unread_plan()
+    supposed = block.suppositions()
     assert READ[style] in [styles.get(f"block.{PATH}") for styles in supposed]
 
 
 @pytest.mark.parametrize("style", sorted(UNREAD))
 def test_a_style_that_is_not_read_is_named(style: str) -> None:
     found = _with_style(style)
-    ((layer_type, layer),) = _layer_types(found)
-    unread = unread_plan(found.model, found.split, layer, found.keywords)
+    ((_, block),) = _blocks(found)
+    unread = block.unread_plan()
     assert unread == f"styles of its own tp plan are not read: {style} (of {PATH})"
-    assert next(suppositions(found.model, found.split, layer_type, layer, found.keywords))[f"block.{PATH}"] == "columns"
+    assert next(block.suppositions())[f"block.{PATH}"] == "columns"
 
 
 def test_parameters_of_a_module_that_reads_them_locally_are_divided_with_the_heads() -> None:
     found = find_split(read_hub_config("granite_swa", {"model_type": "granite_swa", **SIZES}))
     assert LOCAL in found.model.tp_plan.values()
-    layer_type, layer = _layer_types(found)[0]
-    assert not unread_plan(found.model, found.split, layer, found.keywords)
-    first = next(suppositions(found.model, found.split, layer_type, layer, found.keywords))
+    _, block = _blocks(found)[0]
+    assert not block.unread_plan()
+    first = next(block.suppositions())
     assert first["block.self_attn"].endswith(":sinks")
 
 
 def test_styles_of_experts_are_not_asked_of_a_plan() -> None:
     found = find_split(read_hub_config("qwen3_moe", FAMILY_CONFIGS["qwen3_moe"]))
     assert OF_EXPERTS & set(found.model.tp_plan.values())
-    assert not any(unread_plan(found.model, found.split, layer, found.keywords) for _, layer in _layer_types(found))
+    assert not any(block.unread_plan() for _, block in _blocks(found))
 
 
 def test_the_plan_of_a_part_of_a_model_is_that_of_its_blocks() -> None:
     found = find_split(read_hub_config("llava", split_config("llava")))
-    follow = {
-        layer_type.name: follows(
-            next(suppositions(found.model, found.split, layer_type, layer, found.keywords)),
-            *(found.model, found.split, layer, found.keywords),
-        )
-        for layer_type, layer in _layer_types(found)
-    }
+    follow = {layer_type.name: block.follows(next(block.suppositions())) for layer_type, block in _blocks(found)}
     assert follow == {"image block": False, "text block": True}  # CLIP's config has no plan, Llama's has one
 
 

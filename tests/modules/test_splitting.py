@@ -423,7 +423,7 @@ def test_what_is_made_for_each_block_flows_past_those_before_it_and_no_further()
     chain = chain_from_config(split_config("gemma4_text"), name="gemma4_text", split=SPLITS["gemma4_text"])
     assert [len(chain.split.past(layer)) for layer in range(6)] == [4, 5, 6, 3, 0, 0]
     assert chain.flow_shapes(0, 16) == ((16, 64), *[(16, 24)] * 4)
-    assert chain.read_shapes(3, 16) == ((16, 64), (16, 24), (2, 16, 16), (2, 16, 16))
+    assert tuple(each.shape for each in chain.read(3, 16)) == ((16, 64), (16, 24), (2, 16, 16), (2, 16, 16))
 
 
 def test_keys_and_values_that_blocks_share_are_made_by_one_of_them() -> None:
@@ -579,8 +579,7 @@ def test_a_block_chooses_no_more_places_than_there_are() -> None:
 
 def test_whole_numbers_that_flow_need_no_gradient() -> None:
     chain = chain_from_config(split_config("hy_v4"), name="hy_v4", split=SPLITS["hy_v4"])
-    assert chain.flow_needs_gradient(2) == (True, False)
-    assert chain.flow_types(2) == ("", "int32")
+    assert [(each.needs_gradient, each.whole) for each in chain.flow(2)] == [(True, ""), (False, "int32")]
 
 
 def test_blocks_whose_forward_is_called_and_that_return_a_mapping_split() -> None:

@@ -37,7 +37,6 @@ def loss_of_chain(model: PreTrainedModel, chain: ModelChain, inputs: Tensor, lab
     side = shared_inputs_of(layers, model, chain, torch.device("cpu"))
     context = LayerContext(
         side=side(length_of(chain), torch.float32, torch.device("cpu")),
-        config=model.config,
         labels_BS=labels,
         num_targets=int((labels != IGNORED).sum()),
         decoder_ids=decoder_inputs(labels, model.config) if labels.dim() > 1 else None,

@@ -336,7 +336,7 @@ def test_changed_options_are_named_and_asked_for_before_any_process_starts(tmp_p
     assert list(changes(info, tmp_path, allowed, "text", 7)) == ["data", "lr", "steps"]
     with pytest.raises(UserError, match="--steps: found 3, and a checkpoint after step 3"):
         changes(info, tmp_path, replace(allowed, steps=3), "text", 7)
-    with pytest.raises(UserError, match=r"--allow-change: found lrr"):
+    with pytest.raises(UserError, match=r"--allow-change: found 'lrr'"):
         replace(other, allow_change="lrr")
 
 

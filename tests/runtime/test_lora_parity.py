@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.modules.levers import is_added
+from steelyard.modules.levers.train import is_added
 from steelyard.plan.shrink import TOLERANCES
 from tests.runtime.lora_cases import CASES, SAMPLE
 from tests.runtime.processes import run_parity

@@ -226,7 +226,7 @@ def test_an_experiment_tracker_gets_every_step(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_tracker_that_is_unknown_or_missing_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="--report-to: found wandv"):
+    with pytest.raises(UserError, match="--report-to: found 'wandv'"):
         TrainOptions(report_to="wandv")
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "mlflow" else True)
     with pytest.raises(UserError, match="pip install mlflow"):

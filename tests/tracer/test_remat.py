@@ -135,7 +135,7 @@ def test_under_selective_a_real_block_computes_the_same_gradients() -> None:
     chain = known("llama")
     model = build_model(chain, seed=0)
     side = shared_inputs_of([build_layer(model, chain, 1, Remat.NONE)], model, chain, torch.device("cpu"))
-    context = LayerContext(side=side(SEQ_LEN, torch.float32, torch.device("cpu")), config=model.config)
+    context = LayerContext(side=side(SEQ_LEN, torch.float32, torch.device("cpu")))
     found = []
     inputs = torch.randn(2, SEQ_LEN, HIDDEN)
     for remat in Remat:

@@ -343,7 +343,7 @@ def _real_block(chain: ModelChain, precision: Precision) -> tuple[BlockLayer, La
     block = build_layer(model, chain, 1, Remat.NONE).to(dtype)
     assert isinstance(block, BlockLayer)
     side = shared_inputs_of([block], model, chain, torch.device("cpu"))
-    context = LayerContext(side=side(SEQ_LEN, dtype, torch.device("cpu")), config=model.config)
+    context = LayerContext(side=side(SEQ_LEN, dtype, torch.device("cpu")))
     return block, context, torch.randn((2, SEQ_LEN, HIDDEN), dtype=dtype, requires_grad=True)
 
 

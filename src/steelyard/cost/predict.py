@@ -211,7 +211,8 @@ def _part_costs(plan: Plan, stage_configs: Sequence[JobConfig], slowed: Mapping[
     parts = []
     for index, part in enumerate(plan.parts):
         layers, factor = part.layers, slowed.get(index % plan.num_stages, 1.0)
-        gives_back = bool(index) and any(configs[0].job.chain.flow_needs_gradient(part.first_layer - 1))
+        entering = configs[0].job.chain.flow(part.first_layer - 1) if index else ()
+        gives_back = any(each.needs_gradient for each in entering)
         received_s = _received_s(plan, index, layers[0], configs) / (1 if gives_back else 2) if index else 0.0
         parts.append(
             _PartCost(

@@ -117,8 +117,7 @@ def _entering_entries(chain: ModelChain, seq_len: int) -> tuple[_Flow, ...]:
     """
     entering: dict[int, _Flow] = {}
     for layer in range(1, chain.num_layers):
-        entries = map(prod, chain.flow_shapes(layer - 1, seq_len))
-        flow = tuple(zip(entries, chain.flow_needs_gradient(layer - 1), strict=True))
+        flow = tuple((prod(each.shape), each.needs_gradient) for each in chain.flow(layer - 1, seq_len))
         both = flow, entering.get(chain.layers[layer], ())
         entering[chain.layers[layer]] = max(both, key=lambda each: sum(size * (1 + back) for size, back in each))
     return tuple(entering.get(layer_type, entering[chain.layers[1]]) for layer_type in range(len(chain.layer_types)))

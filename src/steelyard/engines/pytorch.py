@@ -186,7 +186,7 @@ def _styles(chain: ModelChain, layer_type: LayerType) -> dict[str, str]:
 
 
 def _split_styles(chain: ModelChain, layer_type: LayerType) -> Mapping[str, str]:
-    return chain.family.of_type(chain.family.tp, layer_type) or {}
+    return chain.family.styles(layer_type)
 
 
 def _chain(chain: ModelChain, seq_len: int) -> dict[str, Any]:

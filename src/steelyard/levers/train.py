@@ -64,7 +64,7 @@ _FIRST_VALUES = ("pissa", "olora", "loftq", "eva", "corda", "lora_ga", "mica")
 """First values of LoRA that need data, or a decomposition of the weights."""
 _MOST_RANK = 2**16
 _DIVIDED = frozenset({"columns", "rows", "whole", "on_part", "vocabulary", "logits", "enter", "region"})
-"""Styles of tp (`steelyard.modules.dimensions.styles`) beside which adapters are divided too, or do not stand."""
+"""Styles of tp (`steelyard.modules.dimensions.tp`) beside which adapters are divided too, or do not stand."""
 _LENT = 3
 _APART = "split_size"
 """A number that a module with matrices of one result has, which tp divides one by one (`steelyard.modules.prepared`).
@@ -211,7 +211,7 @@ class Train(Lever):
         def changed(layer_type: LayerType) -> LayerType:
             if not self.is_plain:
                 return replace(layer_type, no_tp=layer_type.no_tp or f"{self._word} adapters are not divided")
-            styles = set((chain.family.of_type(chain.family.tp, layer_type) or {}).values())
+            styles = set(chain.family.styles(layer_type).values())
             others = sorted(each.partition(":")[0] for each in styles if not _divides(each))
             return replace(layer_type, no_tp=f"adapters are not divided beside {others[0]}") if others else layer_type
 

@@ -3,13 +3,16 @@
 The chain of a decoder-only model is the embedding, then the blocks in order, then the head (final norm, projection to
 the vocabulary, loss). Layer 0 is the embedding and the last layer is the head in every plan and table. An encoder and
 its decoder are one chain, one after the other; the decoder's embedding, in between, reads token ids of its own.
+
+Layers of one type do the same work. Frozen ones do less, and so do those whose input needs no gradient: each is a layer
+type of its own (`frozen_chain`), which is traced and priced like any other.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.config_values import ROUTER_LOSS
@@ -33,6 +36,17 @@ class ModelChange(Protocol):
         """A warning about a model that it has changed; empty where there is none."""
 
 
+class FlowTensor(NamedTuple):
+    """A tensor that flows from layer to layer."""
+
+    shape: tuple[int, ...]
+    """For one sample."""
+    needs_gradient: bool
+    """Whether it depends on what is trained."""
+    whole: str = ""
+    """The type of the whole numbers that it holds; empty for states."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChain(Layout):
     """The layers of a model in order. ``config`` is the Hugging Face config as read, empty of a user's own module.
@@ -49,7 +63,7 @@ class ModelChain(Layout):
     split: Split
     """How the model splits by its structure."""
     freeze: Freeze | None = None
-    """What is not trained; made so by `steelyard.model.freezing.frozen_chain`."""
+    """What is not trained; made so by `frozen_chain`."""
     changes: tuple[ModelChange, ...] = ()
     """What levers make of the model of the config."""
 
@@ -112,6 +126,10 @@ class ModelChain(Layout):
         """The layer type of one layer of the chain."""
         return self.layer_types[self.layers[layer]]
 
+    def first_of_each_type(self, count: int) -> list[int]:
+        """The first layers of each type, so many where there are as many, in the order of the chain."""
+        return [layer for layer, number in enumerate(self.layers) if self.layers[:layer].count(number) < count]
+
     def hidden_shape(self, layer: int, seq_len: int) -> tuple[int, int]:
         """Sequence length and width of what flows out of a layer, for samples of ``seq_len`` tokens."""
         layer_type = self.type_of(layer)
@@ -131,48 +149,37 @@ class ModelChain(Layout):
         encoder = self.split.encoder
         return encoder.shape if encoder and encoder.shape else (seq_len, self.hidden_size)
 
+    def flow(self, layer: int, seq_len: int = 1) -> tuple[FlowTensor, ...]:
+        """All that flows out of a layer: hidden states, and beside them what layers behind it read."""
+        return self._flow(layer, self.split.past(layer), seq_len)
+
     def flow_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of all that flows out of a layer: beside hidden states what layers behind it read."""
-        return (*self.state_shapes(layer, seq_len), *self._streams(self.split.past(layer), seq_len))
+        """The shapes of `flow`."""
+        return tuple(each.shape for each in self.flow(layer, seq_len))
 
-    def read_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of what a layer behind the first reads of all that flows into it."""
-        return (*self.state_shapes(layer - 1, seq_len), *self._streams(self.split.read_by(layer), seq_len))
+    def read(self, layer: int, seq_len: int = 1) -> tuple[FlowTensor, ...]:
+        """What a layer behind the first reads of all that flows into it."""
+        return self._flow(layer - 1, self.split.read_by(layer), seq_len)
 
-    def flow_needs_gradient(self, layer: int) -> tuple[bool, ...]:
-        """For each tensor of `flow_shapes` whether it depends on what is trained."""
-        return self._needs_gradient(layer, self.split.past(layer))
-
-    def read_needs_gradient(self, layer: int) -> tuple[bool, ...]:
-        """The same of `read_shapes`."""
-        return self._needs_gradient(layer - 1, self.split.read_by(layer))
-
-    def flow_types(self, layer: int) -> tuple[str, ...]:
-        """For each tensor of `flow_shapes` the type of the whole numbers that it holds; empty for states."""
-        return self._types(layer, self.split.past(layer))
-
-    def read_types(self, layer: int) -> tuple[str, ...]:
-        """The same of `read_shapes`."""
-        return self._types(layer - 1, self.split.read_by(layer))
-
-    def _types(self, layer: int, streams: Iterable[int]) -> tuple[str, ...]:
-        states = len(self.state_shapes(layer, 1))
-        return ("",) * states + tuple(self.split.streams[number].whole for number in streams)
+    def _flow(self, layer: int, streams: Iterable[int], seq_len: int) -> tuple[FlowTensor, ...]:
+        """The states that flow out of a layer, and these streams."""
+        is_trained, fixed = self._is_trained_up_to(layer), self.split.fixed_shapes(layer)
+        num_own = 1 if fixed is None else len(fixed)
+        states = (
+            FlowTensor(shape, is_trained if place < num_own else self._is_encoder_trained())
+            for place, shape in enumerate(self.state_shapes(layer, seq_len))
+        )
+        beside = (self.split.streams[number] for number in streams)
+        return *states, *(
+            FlowTensor(each.of_tokens(seq_len), not each.whole and self._is_trained_up_to(each.maker), each.whole)
+            for each in beside
+        )
 
     def has_backward(self, layer: int) -> bool:
         """Whether a layer has a backward pass: not where neither it nor what it reads is trained."""
         if self.freeze is None or not self.freeze.is_whole(layer):
             return True
-        return layer > 0 and any(self.read_needs_gradient(layer))
-
-    def _needs_gradient(self, layer: int, streams: Iterable[int]) -> tuple[bool, ...]:
-        """Of the states that flow out of a layer, and of these streams."""
-        fixed = self.split.fixed_shapes(layer)
-        states = [self._is_trained_up_to(layer)] * (1 if fixed is None else len(fixed))
-        if self.type_of(layer).num_streams > 1:
-            states.append(self._is_encoder_trained())
-        read = [self.split.streams[number] for number in streams]
-        return (*states, *(not each.whole and self._is_trained_up_to(each.maker) for each in read))
+        return layer > 0 and any(each.needs_gradient for each in self.read(layer))
 
     def _is_trained_up_to(self, layer: int) -> bool:
         """Whether anything is trained of a layer and those before it."""
@@ -230,9 +237,6 @@ class ModelChain(Layout):
 
     def _num_entries(self, streams: Iterable[int], seq_len: int) -> int:
         return sum(self.split.streams[number].entries(seq_len) for number in streams)
-
-    def _streams(self, numbers: Iterable[int], seq_len: int) -> tuple[tuple[int, ...], ...]:
-        return tuple(self.split.streams[number].of_tokens(seq_len) for number in numbers)
 
     def window(self, layer_type: LayerType) -> int | None:
         """The most tokens that a token of a block type attends to, its own among them; None for all before it.
@@ -376,3 +380,60 @@ class ModelChain(Layout):
         while self.type_of(first - 1).role is LayerRole.BLOCK:
             first -= 1
         return f"{layer_type.plain_name} {layer - first}"
+
+
+_Trained = tuple[int, tuple[str, ...] | None, tuple[bool, ...]]
+"""A layer type, what of it is frozen, and for each tensor that it reads whether that needs a gradient."""
+
+
+def frozen_chain(chain: ModelChain, freeze: Freeze | None) -> ModelChain:
+    """The chain with what is frozen; raises `InvalidModelError` for layers that it does not have."""
+    if freeze is None:
+        return chain
+    for part in freeze.parts:
+        first, last = part.layers
+        if not 0 <= first <= last < chain.num_layers:
+            raise InvalidModelError(
+                field="model.frozen.parts",
+                found=f"layers [{first}, {last}]",
+                expected=f"layers within 0 to {chain.num_layers - 1} of {chain.name}",
+                hint="plan again with --freeze",
+            )
+    if all(map(freeze.is_whole, range(chain.num_layers))):
+        raise nothing_left(chain.name)
+    chain = replace(chain, freeze=freeze)
+    trained: list[_Trained] = []
+    for layer in range(chain.num_layers):
+        paths = freeze.paths(layer)
+        needed = tuple(each.needs_gradient for each in chain.read(layer)) if layer else (paths != (),)
+        trained.append((chain.layers[layer], paths, () if all(needed) else needed))
+    distinct = sorted(set(trained), key=lambda each: (each[0], trained.index(each)))
+    layer_types = tuple(_layer_types(chain, distinct))
+    layers = tuple(distinct.index(each) for each in trained)
+    return replace(chain, layer_types=layer_types, layers=layers)
+
+
+def nothing_left(name: str) -> InvalidModelError:
+    """The error where all that the loss depends on is frozen."""
+    return InvalidModelError(
+        field="freeze",
+        found=f"all of {name} that its loss depends on",
+        expected="a part, so that something is left to train",
+        hint="freeze less",
+    )
+
+
+def _layer_types(chain: ModelChain, trained: list[_Trained]) -> Iterator[LayerType]:
+    names: list[str] = []
+    for number, paths, needed in trained:
+        layer_type = chain.layer_types[number]
+        if paths is None and not needed:
+            yield layer_type
+            continue
+        of_it = "" if paths is None else "partly frozen" if paths else "frozen"
+        before = "behind what is frozen" if needed and paths != () else ""
+        beside = "" if needed or paths != () else "behind what is trained"
+        names.append(f"{layer_type.name}, {' '.join(filter(None, (of_it, before, beside)))}")
+        count = names.count(names[-1])
+        name = f"{names[-1]} {count}" if count > 1 else names[-1]
+        yield replace(layer_type, name=name, likeness=layer_type.name, needs_gradient=needed)

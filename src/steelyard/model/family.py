@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from math import comb
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 from steelyard.errors import InvalidModelError
 from steelyard.limits import MOST_LAYERS, MOST_SIZE
@@ -74,7 +74,6 @@ Layer = Any
 """A layer of the chain: its modules are attributes, under the names that `Family.modules` gives them."""
 Context = Any
 """What a forward pass carries beside the hidden state: `steelyard.modules.layers.LayerContext`."""
-_Entry = TypeVar("_Entry")
 Run = Callable[[Layer, Any, Context], Any]
 """Maps what flows into a layer to what flows on: token ids or images, then hidden states, then logits."""
 
@@ -267,13 +266,13 @@ class Family:
     modules: Callable[[int], Mapping[str, str]] = field(compare=False)
     """For a layer of a chain, the path in the model of each of its modules, by its name in the layer."""
     tp: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """For each layer type or role, the style of the modules that tensor parallelism divides, by their path in the
-    layer; the names of styles are those of `steelyard.modules.dimensions.styles.STYLES`."""
+    """For each layer type, the style of the modules that tensor parallelism divides, by their path in the
+    layer; the names of styles are those of `steelyard.modules.dimensions.tp.STYLES`."""
     rotary_by_attention: bool = False
     """Whether the rotary embedding differs between kinds of attention."""
     fused_attention: bool = True
     """Whether attention runs in one kernel; else step by step, with a mask and the square of the sequence in memory."""
 
-    def of_type(self, table: Mapping[str, _Entry], layer_type: LayerType) -> _Entry | None:
-        """The entry of a layer type in `run` or `tp`: under its name, else under its role."""
-        return table.get(layer_type.plain_name, table.get(layer_type.role.value))
+    def styles(self, layer_type: LayerType) -> Mapping[str, str]:
+        """The entry of a layer type in `tp`."""
+        return self.tp.get(layer_type.plain_name, {})

@@ -27,7 +27,8 @@ from steelyard.model.family import LayerRole, Task
 from steelyard.model.own import OwnSplit, Split
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
-from steelyard.modules.levers import begin_filling, change_model, fill_added, is_added
+from steelyard.modules.levers import begin_filling, change_model, fill_added
+from steelyard.modules.levers.train import is_added
 from steelyard.modules.not_split import failed_at
 from steelyard.modules.prepared import prepare
 
@@ -144,31 +145,19 @@ def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
     for shared in chain.shared:
-        owners = [(_owner(model, chain, layer, path), path.rpartition(".")[2]) for layer, path in shared.copies]
-        first_owner, first_name = owners[0]
-        first = first_owner.get_parameter(first_name)
-        for number, (owner, name) in enumerate(owners):
-            if number and owner is first_owner:
-                owner = _own_module(model, chain, *shared.copies[number])  # noqa: PLW2901
-            if number and owner.get_parameter(name) is first:
-                owner.register_parameter(name, nn.Parameter(first.detach().clone()))
+        first_path, *paths = (chain.split.model_path(*each) for each in shared.copies)
+        first_owner, first = owner_of(model, first_path), model.get_parameter(first_path)
+        for path in paths:
+            if owner_of(model, path) is first_owner:  # a module that layers share: each but the first gets its own
+                model.set_submodule(path.rpartition(".")[0], copy.deepcopy(first_owner))
+            if model.get_parameter(path) is first:
+                own = nn.Parameter(first.detach().clone())
+                owner_of(model, path).register_parameter(path.rpartition(".")[2], own)
 
 
-def _own_module(model: PreTrainedModel, chain: ModelChain, layer: int, path: str) -> nn.Module:
-    """Gives a layer a module of its own in the place of one that it shares with another layer."""
-    local, _, rest = path.partition(".")
-    full = f"{chain.family.modules(layer)[local]}.{rest}".rpartition(".")[0]
-    parent, _, name = full.rpartition(".")
-    own = copy.deepcopy(model.get_submodule(full))
-    setattr(model.get_submodule(parent), name, own)
-    return own
-
-
-def _owner(model: PreTrainedModel, chain: ModelChain, layer: int, path: str) -> nn.Module:
-    """The module that holds the parameter at a path of a layer."""
-    local, _, rest = path.partition(".")
-    full = f"{chain.family.modules(layer)[local]}.{rest}"
-    return model.get_submodule(full.rpartition(".")[0])
+def owner_of(model: nn.Module, path: str) -> nn.Module:
+    """The module that holds the parameter or buffer at a path of a model."""
+    return model.get_submodule(path.rpartition(".")[0])
 
 
 def named_layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, nn.Module]:
@@ -233,14 +222,19 @@ def materialize_layer(
         filled = fill_added(model, path, unfilled, chain, seed=seed, layer=layer, is_new=is_new)
         if filled is not module:
             model.set_submodule(path, filled)
-    _fill_outside(model, chain, layer, device)
+    for path, buffer in outside_buffers(model, chain.split, layer).items():
+        owner = owner_of(model, path)
+        if buffer.is_meta:
+            fill_buffers(model, owner, device)
+        else:
+            owner._buffers[path.rpartition(".")[2]] = buffer.to(device)
     for shared in chain.shared:
         first_layer, first_path = shared.copies[0]
         for path in (path for place, path in shared.copies if place == layer):
-            owner = _owner(model, chain, layer, path)
+            owner = owner_of(model, chain.split.model_path(layer, path))
             if owner not in fresh:
                 continue
-            first = _owner(model, chain, first_layer, first_path)
+            first = owner_of(model, chain.split.model_path(first_layer, first_path))
             if chain.type_of(first_layer).role is LayerRole.BLOCK and not isinstance(first, nn.Embedding):
                 name, first_name = (each.rpartition(".")[2] for each in (path, first_path))
                 like = owner if type(owner) is type(first) else first  # which another layer may have divided by now
@@ -253,15 +247,6 @@ def materialize_layer(
                 table.padding_idx = getattr(first, "padding_idx", None)
                 _initialize(model, table, seed=seed, layer=first_layer)
                 owner.weight = table.weight
-
-
-def _fill_outside(model: PreTrainedModel, chain: ModelChain, layer: int, device: torch.device) -> None:
-    for path, buffer in outside_buffers(model, chain.split, layer).items():
-        owner, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
-        if buffer.is_meta:
-            fill_buffers(model, owner, device)
-        else:
-            owner._buffers[name] = buffer.to(device)
 
 
 def materialize_module(model: PreTrainedModel, module: nn.Module, *, seed: int, device: torch.device) -> None:

@@ -115,7 +115,9 @@ def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> A
         return _cpu_flash(query, key, value, mask is None, mask, scores)
     earlier = _cpu_flash(query, key[:, :, :before], value[:, :, :before], False, None, scores)
     own = _cpu_flash(query, key[:, :, before:], value[:, :, before:], True, None, scores)
-    return _merged(earlier, own)
+    share = torch.sigmoid(own.log_sums - earlier.log_sums).unsqueeze(-1)
+    output = torch.lerp(earlier.output.to(share.dtype), own.output.to(share.dtype), share)
+    return Attended(output.to(earlier.output.dtype), torch.logaddexp(earlier.log_sums, own.log_sums))
 
 
 def _cpu_flash(
@@ -126,13 +128,6 @@ def _cpu_flash(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scores.scale
         )
     )
-
-
-def _merged(first: Attended, second: Attended) -> Attended:
-    """Attention to two sets of keys as one."""
-    share = torch.sigmoid(second.log_sums - first.log_sums).unsqueeze(-1)
-    output = torch.lerp(first.output.to(share.dtype), second.output.to(share.dtype), share)
-    return Attended(output.to(first.output.dtype), torch.logaddexp(first.log_sums, second.log_sums))
 
 
 def _cpu_backward(
@@ -177,25 +172,10 @@ def _has_cuda_flash(query: Tensor, scores: Scores) -> bool:
 def _cuda_flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scores: Scores
 ) -> Gradients:
-    seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # read only where entries are dropped
-    return Gradients(
-        *_aten._scaled_dot_product_flash_attention_backward(
-            gradient,
-            query,
-            key,
-            value,
-            *attended,
-            None,
-            None,
-            query.size(2),
-            key.size(2),
-            0.0,
-            True,
-            seed,
-            torch.empty((), dtype=torch.uint64, device=query.device),
-            scale=scores.scale,
-        )
-    )
+    given = (gradient, query, key, value, *attended, None, None, query.size(2), key.size(2), 0.0, True)
+    # read only where entries are dropped
+    seed, place = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
+    return Gradients(*_aten._scaled_dot_product_flash_attention_backward(*given, seed, place, scale=scores.scale))
 
 
 def _by_torch(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:

@@ -78,11 +78,7 @@ def rank_order(degree: int) -> list[int]:
 
 def natural_order(degree: int) -> list[int]:
     """The places in rank order of all pieces in natural order: the inverse of `rank_order`."""
-    return inverse(rank_order(degree))
-
-
-def inverse(order: Sequence[int]) -> list[int]:
-    """Where each number stands in a permutation."""
+    order = rank_order(degree)
     return sorted(range(len(order)), key=order.__getitem__)
 
 
@@ -204,7 +200,8 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient_BshD: Tensor) -> tuple[Tensor | None, ...]:  # noqa: N803
         query_BhsD, key_BgsD, value_BgsD, output_BshD, *log_sums = ctx.saved_tensors  # noqa: N806
         keys, values = _gather_keys(key_BgsD, value_BgsD, ctx.mesh)
-        of_pairs = key_BgsD.new_zeros(_pairs_shape(keys))
+        batch, heads, length, size = keys.shape
+        of_pairs = key_BgsD.new_zeros((batch, length, 2, heads, size))
         of_keys, of_values = _unpaired(of_pairs)
         of_queries = []
         ends = _prefixes(keys, ctx.mesh)
@@ -236,12 +233,6 @@ def _gather_keys(key_BgsD: Tensor, value_BgsD: Tensor, mesh: DeviceMesh) -> tupl
     in_rank_order = gathered.unbind()
     pairs_BS2gD = torch.cat([in_rank_order[place] for place in natural_order(mesh.size())], 1)  # noqa: N806
     return _unpaired(pairs_BS2gD)
-
-
-def _pairs_shape(keys_BgSD: Tensor) -> tuple[int, ...]:  # noqa: N803
-    """Shape [B, S, 2, g, D] of keys and values side by side."""
-    batch, heads, length, size = keys_BgSD.shape
-    return batch, length, 2, heads, size
 
 
 def _unpaired(pairs_BS2gD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: N803

@@ -11,14 +11,18 @@ Not remembered: operations without a fake tensor among their arguments, those wh
 change how an argument looks, and results whose storage is neither plainly new nor plainly that of one argument.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -124,7 +128,48 @@ class FakeOpCache(Generic[Note]):
 
 
 class FakeOpMode(TorchDispatchMode):
-    """A mode that counts operations, on fake tensors mostly."""
+    """A mode that counts operations, on fake tensors mostly: those of one rank's local tensors, which DTensors and
+    quantized states unfold into.
+
+    What DTensor runs to learn the shape of a result, on whole tensors without memory, does not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_learning = False
+        """Whether that is what runs."""
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Self:
+        learn = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def uncounted(*arguments: Any) -> Any:
+            self.is_learning = True
+            try:
+                return learn(*arguments)
+            finally:
+                self.is_learning = False
+
+        self._patches.enter_context(mock.patch.object(ShardingPropagator, learn.__name__, uncounted))
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._patches.close()
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Counts the operation, unless it is one of several parts; a fake tensor's device is known without one."""
+        if func is _DEVICE_QUERY and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # which half of all calls ask for
+        if any(map(has_parts, types)):
+            return NotImplemented
+        return self.count(func, args, kwargs or {})
+
+    @abstractmethod
+    def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operation and counts it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -139,11 +184,6 @@ class FakeOpMode(TorchDispatchMode):
 def has_parts(tensor_type: type[torch.Tensor]) -> bool:
     """Whether tensors of a type are made of others, on which their operations run."""
     return hasattr(tensor_type, "__tensor_flatten__") and not issubclass(tensor_type, AsyncCollectiveTensor)
-
-
-def asks_device(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call asks a fake tensor for its ``fake_device``, as half of all calls do."""
-    return func is _DEVICE_QUERY and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation
 
 
 def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Look | None:

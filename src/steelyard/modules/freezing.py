@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.errors import InvalidModelError, nearest
-from steelyard.model.chain import ModelChain
+from steelyard.model.chain import ModelChain, nothing_left
 from steelyard.model.freeze import Freeze, FrozenLayers
-from steelyard.model.freezing import nothing_left
 from steelyard.modules.build import build_meta_model, named_layer_modules
-from steelyard.modules.levers import is_added, num_quantized
+from steelyard.modules.levers import num_quantized
+from steelyard.modules.levers.train import is_added
 
 _MOST_NAMED = 24
 """Modules that an error lists."""

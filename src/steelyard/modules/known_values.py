@@ -160,15 +160,15 @@ class KnownValues(TorchFunctionMode):
         found: list[Any] = []
         for each in index if isinstance(index, tuple) else (index,):
             asks = isinstance(each, Tensor) and not has_values(each) and (each.dtype == torch.bool or not each.ndim)
-            found += self._places(each) if asks and is_known(each) else [each]
+            if not (asks and is_known(each)):
+                found.append(each)
+                continue
+            self.asked = True
+            with _disable_current_modes():
+                values = known_of(each)
+                places = values.nonzero(as_tuple=True) if values.dtype == torch.bool else (values.item(),)
+            found += [_valueless(place, each) for place in places]
         return (tensor, tuple(found) if isinstance(index, tuple) or len(found) > 1 else found[0], *rest)
-
-    def _places(self, index: Tensor) -> list[Any]:
-        self.asked = True
-        with _disable_current_modes():
-            values = known_of(index)
-            found = values.nonzero(as_tuple=True) if values.dtype == torch.bool else (values.item(),)
-        return [_valueless(each, index) for each in found]
 
 
 def _is_known_size(tensor: Tensor) -> bool:

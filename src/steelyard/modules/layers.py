@@ -20,7 +20,6 @@ Legend of shape suffixes: B samples of this rank, S sequence length, s sequence 
 parallelism, else S), H hidden size, V vocabulary of this rank.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, TypeAlias
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.model.family import Family, Run, Task
@@ -43,6 +42,7 @@ from steelyard.modules.own_pieces import OwnBatch, OwnModel
 from steelyard.modules.pieces import SharedInputs, SplitSharedInputs, split_run
 from steelyard.modules.remat import REMAT_CONTEXTS
 from steelyard.modules.router_loss import RouterLoss, router_loss_of
+from steelyard.modules.updates import whole_of
 from steelyard.plan.strategy import Remat
 
 _MIX = 0x9E3779B97F4A7C15
@@ -52,22 +52,16 @@ _RATES = (
     *("attention_dropout", "dropout_prob", "drop_prob", "dropout"),
     *("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
 )
+"""Attributes by which attention drops entries inside its kernel, and of routers by which they add noise."""
 
 
 def has_dropout(module: nn.Module) -> bool:
     """Whether anything in a module drops entries or adds noise while it trains."""
-    return any(_rate(submodule) > 0 for submodule in module.modules())
-
-
-def _rate(module: nn.Module) -> float:
-    """The share of entries that a module drops: of a dropout layer, or of attention that drops inside its kernel.
-
-    Of a router how large its noise is.
-    """
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p
-    rates = (getattr(module, name, 0.0) for name in _RATES)
-    return max((float(rate) for rate in rates if isinstance(rate, int | float)), default=0.0)
+    rates = (
+        [each.p] if isinstance(each, nn.modules.dropout._DropoutNd) else [getattr(each, name, 0) for name in _RATES]
+        for each in module.modules()
+    )
+    return any(isinstance(rate, int | float) and rate > 0 for of_module in rates for rate in of_module)
 
 
 def seed_dropout(*parts: int) -> None:
@@ -90,21 +84,19 @@ class LayerContext:
     config, twice per layer and pass. None of these tensors does.
     """
 
-    __slots__ = ("batch", "config", "decoder_ids", "labels_BS", "logits", "num_targets", "own", "side")
+    __slots__ = ("batch", "decoder_ids", "labels_BS", "logits", "num_targets", "own", "side")
 
     def __init__(
         self,
         *,
         side: SharedInputs,
-        config: PreTrainedConfig,
         labels_BS: Tensor | None = None,  # noqa: N803
         num_targets: int | Tensor = 1,
         decoder_ids: Tensor | None = None,
         batch: Mapping[int, OwnBatch] | None = None,
         logits: list[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        self.side, self.config = side, config
-        self.labels_BS = labels_BS
+        self.side, self.labels_BS = side, labels_BS
         """The target at every place, or of every image; needed by the head alone."""
         self.num_targets = num_targets
         """Targets of the whole global batch, over which the loss is the mean."""
@@ -167,9 +159,9 @@ class ChainLayer(nn.Module):
             module.train(mode)
         return super().train(mode)
 
-    @abstractmethod
     def run(self, inputs: Flow, context: LayerContext) -> Flow:
         """The layer's forward computation, without remat."""
+        return self.run_alone(self, inputs, context)
 
     def forward(self, inputs: Flow, context: LayerContext) -> Flow:
         """The layer's output; recomputed in backward where the strategy says so."""
@@ -191,10 +183,6 @@ class ChainLayer(nn.Module):
 class EmbeddingLayer(ChainLayer):
     """Token ids [B, S], or images, to hidden state [B, s, H]."""
 
-    def run(self, inputs: Flow, context: LayerContext) -> Flow:
-        """Looks the tokens up."""
-        return self.run_alone(self, inputs, context)
-
 
 class BlockLayer(ChainLayer):
     """Hidden state [B, s, H] to hidden state [B, s, H] through one unmodified Transformer block."""
@@ -207,7 +195,7 @@ class BlockLayer(ChainLayer):
     def run(self, inputs: Flow, context: LayerContext) -> Flow:
         """Runs the block."""
         if self.router_loss is None:
-            return self.run_alone(self, inputs, context)
+            return super().run(inputs, context)
         return self.router_loss.beside(self, lambda: tensors_of(self.run_alone(self, inputs, context)))
 
 
@@ -236,18 +224,14 @@ class HeadLayer(ChainLayer):
         with self.own_parameters():
             logits = self.run_alone(self, inputs, context).float()
         if context.logits is not None:
-            context.logits.append((labels_BS, logits.full_tensor() if isinstance(logits, DTensor) else logits))
+            context.logits.append((labels_BS, whole_of(logits)))
             return torch.zeros((), device=labels_BS.device)
         loss = functional.cross_entropy(logits.flatten(0, -2), labels_BS.flatten(), reduction="sum")
         return (loss.to_local() if isinstance(loss, DTensor) else loss) / context.num_targets
 
 
-class LossLayer(HeadLayer):
+class LossLayer(ChainLayer):
     """The last layer of a user's own module: from the blocks' output to this rank's share of its mean loss."""
-
-    def run(self, inputs: Flow, context: LayerContext) -> Tensor:
-        """Runs what follows the blocks, the loss included."""
-        return self.run_alone(self, inputs, context)
 
 
 _LAYERS: Mapping[LayerRole, type[ChainLayer]] = {

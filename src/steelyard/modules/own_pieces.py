@@ -41,14 +41,9 @@ class OwnModel:
         self._ends: dict[int, nn.Module] = {}
 
     @property
-    def name(self) -> str:
-        """The class of the module."""
-        return type(self.module).__name__
-
-    @property
     def chain(self) -> ModelChain:
         """Its chain of layers."""
-        return planned_model(self.name, None, self.split)
+        return planned_model(type(self.module).__name__, None, self.split)
 
     def layer(self, number: int) -> dict[str, nn.Module]:
         """The modules of a layer of the chain. Of a parameter that layers share, each but the first has a copy."""
@@ -58,7 +53,10 @@ class OwnModel:
         if number not in self._ends:
             made = StubbedOwn(self.module, own, keep=own.head if number else own.embedding).model
             for path in (path for copies in own.shared for layer, path in copies[1:] if layer == number):
-                _replace(made, made.get_parameter(path.partition(".")[2]))
+                shared = made.get_parameter(path.partition(".")[2])
+                own_copy = nn.Parameter(shared.detach().clone())
+                for table in (module._parameters for module in made.modules()):
+                    table.update({name: own_copy for name, each in table.items() if each is shared})
             self._ends[number] = made
         return {"model": self._ends[number]}
 
@@ -323,15 +321,6 @@ def returned_tensors(outputs: Any) -> list[Tensor]:
 def _flow(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | tuple[Tensor, ...]:
     converted = tuple(each.to(dtype).contiguous() for each in tensors if each is not None)
     return converted if len(converted) > 1 else converted[0]
-
-
-def _replace(stubbed: nn.Module, parameter: nn.Parameter) -> None:
-    """Gives a stubbed module a copy of a parameter, wherever it has it."""
-    own = nn.Parameter(parameter.detach().clone())
-    for module in stubbed.modules():
-        for name, each in module._parameters.items():
-            if each is parameter:
-                module._parameters[name] = own
 
 
 def tensors_of_batch(batch: OwnBatch, blocks: Sequence[int]) -> Iterator[Tensor]:

@@ -48,7 +48,7 @@ from steelyard.modules.own_split import (
     refuse_compiled,
 )
 from steelyard.modules.pieces import SharedInputs
-from steelyard.modules.split_tp import Styles, block_suppositions, divided_rows
+from steelyard.modules.split_tp import Block, Styles, divided_rows
 from steelyard.modules.stubbed_model import call_arguments
 from steelyard.modules.two_ranks import difference, gradients_of, on_two_ranks, tried, undivided
 from steelyard.plan.file import default_folder, digest, keep
@@ -94,16 +94,8 @@ def proved(found: FoundSplit) -> OwnModel:
 
 
 def _with_values(model: OwnModel) -> OwnModel:
-    """A copy with random weights in fp32 and no dropout, and a sample with values."""
-    module = _filled(model.module)
-    generator = torch.Generator().manual_seed(1)
-    sample = pytree.tree_map_only(Tensor, lambda each: _sample_values(each, generator), model.sample)
-    return OwnModel(module, model.split, model.loss, sample)
-
-
-def _filled(module: nn.Module) -> nn.Module:
-    """A copy on the CPU with random weights, the same every time, in the mode without dropout."""
-    generator = torch.Generator().manual_seed(0)
+    """A copy on the CPU with random weights in fp32, the same every time, and no dropout, and a sample with values."""
+    module, generator = model.module, torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         values = (
@@ -116,7 +108,9 @@ def _filled(module: nn.Module) -> nn.Module:
         memo[id(buffer)] = (
             torch.zeros_like(buffer, device=_CPU) if buffer.is_meta else buffer.detach().to(_CPU, copy=True)
         )
-    return copy.deepcopy(module, memo).eval()
+    generator = torch.Generator().manual_seed(1)
+    sample = pytree.tree_map_only(Tensor, lambda each: _sample_values(each, generator), model.sample)
+    return OwnModel(copy.deepcopy(module, memo).eval(), model.split, model.loss, sample)
 
 
 def _sample_values(each: Tensor, generator: torch.Generator) -> Tensor:
@@ -213,7 +207,7 @@ def _loss(model: OwnModel, read: Any) -> Tensor:
 
 def _context(number: int, batch: OwnBatch) -> LayerContext:
     side = SharedInputs(position_ids=torch.empty(0))
-    return LayerContext(side=side, config=None, num_targets=batch.num_samples, batch={number: batch})
+    return LayerContext(side=side, num_targets=batch.num_samples, batch={number: batch})
 
 
 def _divided(found: FoundSplit, number: int) -> OwnLayerType:
@@ -226,7 +220,7 @@ def _divided(found: FoundSplit, number: int) -> OwnLayerType:
         return undivided(layer_type, [f"a block of more than {MOST_PARAMS} parameters is not proved in numbers"])
     called = {p.removeprefix(f"{path}."): keyword for p, keyword in found.keywords.items() if p.startswith(f"{path}.")}
     proof = cache(lambda: _BlockProof(_with_values(model), number, layer))
-    ways = tried(block_suppositions(block, called), lambda styles: on_two_ranks(partial(proof(), styles=styles)))
+    ways = tried(Block(block, called).suppositions(), lambda styles: on_two_ranks(partial(proof(), styles=styles)))
     if not ways or ways[-1][1]:
         return undivided(layer_type, (reason for _, reason in ways))
     styles = ways[-1][0]
@@ -343,12 +337,16 @@ def build_planned(builder: str, plan: Plan) -> OwnModel:
     split = plan.chain().split
     if not isinstance(split, OwnSplit):
         raise _wrong(builder, f"none: {plan.model.name} is a model of transformers", "leave --builder out")
+    return build_split(builder, split)
+
+
+def build_split(builder: str, split: OwnSplit) -> OwnModel:
+    """What a builder builds, split as it was found before; raises `InvalidModelError` for another module."""
     built = build(builder)
-    model = planned_module(built.module, split, built.loss)
-    return OwnModel(model.module, split, built.loss, built.sample)
+    return planned_module(built.module, split, built.loss, built.sample)
 
 
-def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None) -> OwnModel:
+def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None, sample: Any = None) -> OwnModel:
     """The module of a plan, ready to be taken apart; raises `InvalidModelError` if it is another one."""
     if (loss is not None) != own.has_loss:
         raise InvalidModelError(
@@ -368,7 +366,7 @@ def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None) -> OwnMo
                 expected="a module with its first weights, the same on every process",
                 hint="build it on the CPU: torch.manual_seed(0), then your class",
             )
-    return OwnModel(module, own, loss)
+    return OwnModel(module, own, loss, sample)
 
 
 def check_read(value: Any, own: OwnSplit, num_samples: int) -> None:

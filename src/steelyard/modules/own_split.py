@@ -317,27 +317,23 @@ def _flows(seen: Seen) -> list[list[Origin]]:
 
 def _shape(seen: Seen, other: Seen, origin: Origin) -> tuple[int, ...]:
     """The shape for one sample of what flows."""
-    block = seen.blocks[origin[1]]
-    first, second = (_tensor(each, origin) for each in (seen, other))
+    how, number, place = origin
+    block, calls = seen.blocks[number], (seen.calls[number], other.calls[number])
+    first, second = (
+        pytree.tree_leaves(each.given)[place] if how == "given" else returned_tensors(each.outputs)[place]
+        for each in calls
+    )
     if first.dim() == 0 or first.shape[0] == second.shape[0] or first.shape[1:] != second.shape[1:]:
-        how = "returned by" if origin[0] == "made" else "given to"
+        words = "returned by" if how == "made" else "given to"
         raise refused(
             block,
-            f"a tensor of shape {list(first.shape)} {how} the block, whose first dim is not that of the samples",
+            f"a tensor of shape {list(first.shape)} {words} the block, whose first dim is not that of the samples",
             "samples in the first dim of all that flows between blocks",
             "expand it to one entry for each sample, or make it inside the blocks",
         )
     if first.dtype != torch.float32:
         raise refused(block, f"a {first.dtype} tensor that flows between blocks", "torch.float32")
     return tuple(first.shape[1:])
-
-
-def _tensor(seen: Seen, origin: Origin) -> Tensor:
-    how, block, place = origin
-    call = seen.calls[block]
-    if how == "given":
-        return pytree.tree_leaves(call.given)[place]
-    return returned_tensors(call.outputs)[place]
 
 
 def _layer_type(

@@ -138,7 +138,11 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     tokens = more + first_tokens(read)[1]
     paths = {module: path for path, module in model.named_modules()}
     lists = _lists_of(nn.ModuleList, model) | _lists_of(nn.Sequential, model)
-    inside = _in_blocks(model, lists)
+    inside = {  # of each block of the largest list the modules, which may stand elsewhere too, with their paths in it
+        block: {each: inner for inner, each in block.named_modules(prefix=f"{path}.{name}")}
+        for path in [*lists][:1]
+        for name, block in model.get_submodule(path).named_children()
+    }
     called: list[str] = []
     calls: dict[str, list[tuple[int, Call]]] = {path: [] for path in lists}
     place_of = {block: (path, place) for path, blocks in lists.items() for place, block in enumerate(blocks)}
@@ -184,7 +188,11 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     if any(isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm) for path in called):
         raise of.refusal("batch norms, which would see one rank's microbatch in place of the whole batch")
     places = {path: [place for place, _ in each] for path, each in calls.items()}
-    chosen = _chosen(of, _in_order(lists, calls), called)
+    # lists whose blocks are called one after another; where there are none, those that skip some: blocks for what no
+    # sample holds, as those of a text that read an image
+    whole = [path for path, blocks in lists.items() if places[path] == list(range(len(blocks)))]
+    part = [path for path, each in places.items() if len(each) > 1 and each == sorted(set(each))]
+    chosen = _chosen(of, {path: [call for _, call in calls[path]] for path in whole or part}, called)
     return Recording(
         model=model,
         config=of.config,
@@ -202,19 +210,6 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
         named=named,
         asks_for_values=known is not None and known.asked,
     )
-
-
-def _in_order(
-    lists: Mapping[str, Sequence[nn.Module]], calls: Mapping[str, Sequence[tuple[int, Call]]]
-) -> dict[str, Sequence[Call]]:
-    """The calls of the lists whose blocks are called one after another; where there are none, of those that skip some.
-
-    Blocks are skipped that are for what no sample holds, as those of a text that read an image.
-    """
-    places = {path: [place for place, _ in each] for path, each in calls.items()}
-    whole = [path for path, blocks in lists.items() if places[path] == list(range(len(blocks)))]
-    part = [path for path, each in places.items() if len(each) > 1 and each == sorted(set(each))]
-    return {path: [call for _, call in calls[path]] for path in whole or part}
 
 
 def _chosen(of: Subject, chains: Mapping[str, Sequence[Call]], called: Sequence[str]) -> dict[str, Sequence[Call]]:
@@ -275,14 +270,6 @@ def _called_with_hooks(blocks: Collection[nn.Module]) -> Iterator[None]:
             block.forward = partial(forward, block)
             stack.callback(vars(block).pop, "forward")
         yield
-
-
-def _in_blocks(model: nn.Module, lists: Collection[str]) -> dict[nn.Module, dict[nn.Module, str]]:
-    """The modules of each block of the largest list, which may stand elsewhere too, with their paths in it."""
-    blocks = [
-        (f"{path}.{name}", each) for path in [*lists][:1] for name, each in model.get_submodule(path).named_children()
-    ]
-    return {block: {each: inner for inner, each in block.named_modules(prefix=path)} for path, block in blocks}
 
 
 def _lists_of(list_type: type[nn.ModuleList | nn.Sequential], model: nn.Module) -> dict[str, list[nn.Module]]:

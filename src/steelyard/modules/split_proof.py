@@ -23,7 +23,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import KV_HEADS, NO_CP, LayerRole, Task
 from steelyard.model.read import chain_from_config, config_hash
 from steelyard.model.small import small_config, structure_of, widths_of, with_entries, without_dropout
-from steelyard.model.split import ModelSplit, SplitEncoder, SplitLayerType
+from steelyard.model.split import ModelSplit, SplitLayerType
 from steelyard.modules.build import build_from_config, full_config, materialize_module, prepare_model, read_hub_config
 from steelyard.modules.called import POSITIONS
 from steelyard.modules.kept_splits import keep_split, kept_split
@@ -39,7 +39,7 @@ from steelyard.modules.model_inputs import (
     random_samples,
     read_by,
 )
-from steelyard.modules.split_tp import Styles, divided_sizes, follows, suppositions, unread_plan
+from steelyard.modules.split_tp import Styles, block_of, divided_sizes, end_suppositions
 from steelyard.modules.splitting import Found, find_split, text_of
 from steelyard.modules.two_ranks import (
     ThreadedProof,
@@ -73,13 +73,14 @@ def divided_types(
     """
 
     def divided(number: int, layer_type: SplitLayerType) -> SplitLayerType:
-        layer, is_block = split.layers.index(number), layer_type.role is LayerRole.BLOCK
-        unread = unread_plan(model, split, layer, keywords) if is_block else ""
-        supposed = suppositions(model, split, layer_type, layer, keywords)
+        layer = split.layers.index(number)
+        block = block_of(model, split, layer, keywords) if layer_type.role is LayerRole.BLOCK else None
+        supposed = block.suppositions() if block else end_suppositions(model, split, layer_type, layer)
+        unread = block.unread_plan() if block else ""
         ways = tried(supposed, lambda styles: prove({layer_type.name: styles}, False))
         if not ways or ways[-1][1]:
             return undivided(layer_type, filter(None, [unread, *(reason for _, reason in ways)]))
-        own = [reason for styles, reason in ways if is_block and follows(styles, model, split, layer, keywords)]
+        own = [reason for styles, reason in ways if block and block.follows(styles)]
         unproved = f"its own tp plan is not proved on two ranks: {'; '.join(dict.fromkeys(own))}" if all(own) else ""
         styles, known = ways[-1][0], _no_sp(split, layer_type)
         no_sp = known or prove({layer_type.name: styles}, True)
@@ -103,20 +104,13 @@ def no_cp(split: ModelSplit, layer_type: SplitLayerType, *, attention_drops: boo
     found = {each.attention for each in ([layer_type] if layer_type.role is LayerRole.BLOCK else blocks)}
     if any(found) and found.isdisjoint(("full_attention", "sliding_attention")):  # as a recurrence
         return f"{NO_CP}, and its blocks are of {', '.join(sorted(found))}"
-    return _undivided_by_tokens(split, attention_drops=attention_drops)
-
-
-def _undivided_by_tokens(split: ModelSplit, *, attention_drops: bool) -> str:
-    """Why no layer of a causal model with attention can be under cp; empty where that is to be tried."""
-    if not split.fused_attention:
-        return "its attention runs step by step, with a mask of the whole sequence"
-    if any(layer_type.tokens != (1, 0) for layer_type in split.kinds):
-        return LENGTH_NO_SP
-    if split.streams:
-        return STREAM_NO_SP
-    if attention_drops:
-        return "attention drops entries at random, which ranks with parts of a sequence cannot do alike"
-    return ""
+    reasons = {
+        "its attention runs step by step, with a mask of the whole sequence": not split.fused_attention,
+        LENGTH_NO_SP: any(layer_type.tokens != (1, 0) for layer_type in split.kinds),
+        STREAM_NO_SP: split.streams,
+        "attention drops entries at random, which ranks with parts of a sequence cannot do alike": attention_drops,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _no_sp(split: ModelSplit, layer_type: SplitLayerType) -> str:
@@ -228,7 +222,7 @@ def _small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
     given = full_config(found.config)
     plain, wide = (structure_of(without_dropout(small_config(given, widths=each))) for each in ((), widths_of(given)))
     chain = chain_from_config(given, name=found.split.model_type, split=found.split)
-    few = _first_two_of_each(chain)
+    few = chain.first_of_each_type(2)
     if found.split.read_by(found.split.between):  # the last state of a tower beside those of others
         few = sorted({*few, found.split.between - 1})
     blocks = config_of_blocks(chain, few, is_compared=True)
@@ -296,18 +290,15 @@ def _parts(split: ModelSplit) -> tuple[object, ...]:
     streams = [(each.argument, each.readers, len(each.shape)) for each in split.streams]
     layer_types = [(each.name, each.role, each.attention, each.num_experts > 0) for each in split.kinds]
     call = split.call.model_copy(update={"inner": ()})
-    encoder = split.encoder and _parts_of_encoder(split.encoder)
+    encoder = split.encoder
+    if encoder:  # without what its sizes say, and the numbers of blocks that nothing reads, or of what reads a state
+        unread = f"{encoder.blocks}."
+        between = (unread if path.startswith(unread) else re.sub(r"\.\d+\.", ".", path) for path in encoder.between)
+        of_encoder = encoder.call.model_copy(update={"places": min(encoder.call.places, 1)})
+        changes = {"shape": (), "between_calls": None, "call": of_encoder, "between": tuple(dict.fromkeys(between))}
+        encoder = encoder.model_copy(update=changes)
     ends = split.embedding, split.blocks, split.head, split.layers
     return *ends, call, encoder, streams, layer_types, split.fused_attention
-
-
-def _parts_of_encoder(encoder: SplitEncoder) -> SplitEncoder:
-    """An encoder without what its sizes say, and the numbers of blocks that nothing reads, or of what reads a state."""
-    call = encoder.call.model_copy(update={"places": min(encoder.call.places, 1)})
-    unread = f"{encoder.blocks}."
-    between = tuple(unread if path.startswith(unread) else re.sub(r"\.\d+\.", ".", path) for path in encoder.between)
-    between = tuple(dict.fromkeys(between))
-    return encoder.model_copy(update={"shape": (), "between_calls": None, "call": call, "between": between})
 
 
 def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
@@ -339,7 +330,7 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
             wrong = f"they raise {type(error).__name__} ({first_line(error)[:160]})"
         if wrong:
             return None, wrong
-    few = _first_two_of_each(chain)
+    few = chain.first_of_each_type(2)
     few = few if _is_chain(chain, few) else list(range(chain.num_layers))
     short = _results(parts, trained, _run_pieces(parts, chain, ids, decoder_ids, few), labels)
     parts.zero_grad()
@@ -347,7 +338,9 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
         blocks = parts.get_submodule(path)
         for layer in (each for each in split.block_layers(path) if each not in few):
             name = str(split.place_of(layer))
-            setattr(blocks, name, _without_parts(blocks.get_submodule(name)))  # ranks copy the model
+            empty = copy.copy(blocks.get_submodule(name))  # it tells what it is, and ranks copy nothing of it
+            empty._modules, empty._parameters, empty._buffers = {}, {}, {}
+            setattr(blocks, name, empty)
     options = {"ids": ids, "decoder_ids": decoder_ids, "labels": labels, "expected": short, "tolerance": TOLERANCE}
     return ThreadedProof(model=parts, chain=chain, numbers=few, **options), ""
 
@@ -374,25 +367,6 @@ def _is_chain(chain: ModelChain, layers: Sequence[int]) -> bool:
     alike = (chain.state_shapes(before, 1) == chain.state_shapes(after - 1, 1) for before, after in pairwise(layers))
     past = chain.split.past
     return all(alike) and all({*past(after - 1)} <= {*past(before)} for before, after in pairwise(layers))
-
-
-def _without_parts(module: nn.Module) -> nn.Module:
-    """A module that tells what it is, as others may ask, and holds nothing."""
-    found = copy.copy(module)
-    found._modules, found._parameters, found._buffers = {}, {}, {}
-    return found
-
-
-def _first_two_of_each(chain: ModelChain) -> list[int]:
-    """The first two layers of each type."""
-    places = range(chain.num_layers)
-    return sorted(
-        {
-            place
-            for layer_type in set(chain.layers)
-            for place in [n for n in places if chain.layers[n] == layer_type][:2]
-        }
-    )
 
 
 def _run_pieces(

@@ -2,7 +2,7 @@
 
 For blocks two suppositions are tried: the model's own plan (``base_model_tp_plan``, of the part that holds them), then
 the structure: of the matrices of one part, the one that is used last is divided by its inputs and the others by their
-outputs. Either way a region (`dimensions.styles`) begins at the module that holds matrices divided by outputs
+outputs. Either way a region (`dimensions.tp`) begins at the module that holds matrices divided by outputs
 and ends at one divided by inputs; what nothing is known of is whole in it on every rank, and outside of it runs on a
 part of the sequence under sequence parallelism. Modules divide the head counts, and perhaps the widths, that they keep.
 Where the whole does not hold, a block is tried without one of its parts. Embedding and head are supposed to be a table
@@ -12,9 +12,8 @@ A supposition counts only if two ranks give what one gives (`steelyard.modules.t
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
-from types import MappingProxyType
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -34,90 +33,61 @@ _WIDTHS = ("embed_dim", "all_head_size", "hidden_size", "inner_dim", "split_size
 Styles = Mapping[str, str]
 
 
-def suppositions(
-    model: PreTrainedModel,
-    split: ModelSplit,
-    layer_type: SplitLayerType,
-    layer: int,
-    keywords: Mapping[str, str | None],
-) -> Iterator[Styles]:
-    """The styles that a layer may have, to be proved; ``keywords`` as for `divided_types`."""
-    if layer_type.role is not LayerRole.BLOCK:
-        yield from _ends(model, split, layer_type, layer)
-        return
-    path, block, plan = _given_block(model, split, layer, keywords)
-    config = _config_of_part(path, model) if split.features else model.config.get_text_config()
-    heads = getattr(_config_of(path, config), "num_attention_heads", 0)
-    yield from block_suppositions(block.module, block.called, plan=plan, heads=heads)
-
-
-def unread_plan(model: PreTrainedModel, split: ModelSplit, layer: int, keywords: Mapping[str, str | None]) -> str:
-    """Why the model's own plan is not tried for a block: its styles that are not read; empty where all of them are."""
-    _, block, plan = _given_block(model, split, layer, keywords)
-    paths = {style: path for path, style in block.planned(plan).items() if style not in _OF_PLANS}
-    unread = ", ".join(f"{style} (of {path})" for style, path in paths.items())
-    return f"styles of its own tp plan are not read: {unread}" if unread else ""
-
-
-def follows(
-    styles: Styles, model: PreTrainedModel, split: ModelSplit, layer: int, keywords: Mapping[str, str | None]
-) -> bool:
-    """Whether styles of a block have all that the model's own plan says of it, as far as that is read."""
-    _, block, plan = _given_block(model, split, layer, keywords)
-    own = block.read(plan)
-    return bool(own) and all(styles.get(f"block.{path}", "").removesuffix("_entering") == own[path] for path in own)
-
-
-def _given_block(
-    model: PreTrainedModel, split: ModelSplit, layer: int, keywords: Mapping[str, str | None]
-) -> tuple[str, "_Block", dict[str, str]]:
-    """The path of a block, the block, and the styles of the model's own plan by their path in it."""
+def block_of(model: PreTrainedModel, split: ModelSplit, layer: int, keywords: Mapping[str, str | None]) -> "Block":
+    """A block of a split model, with the styles of the model's own plan; ``keywords`` as for `divided_types`."""
     path = split.modules(layer)["block"]
     inside = f"{path}."
     named = {each.removeprefix(inside): keyword for each, keyword in keywords.items() if each.startswith(inside)}
     prefix = f"{split.list_of(layer)}.*."
-    own = {path.removeprefix(prefix): style for path, style in model.tp_plan.items() if path.startswith(prefix)}
-    return path, _Block(model.get_submodule(path), named), own
-
-
-def block_suppositions(
-    block: nn.Module,
-    called: Mapping[str, str | None],
-    *,
-    plan: Mapping[str, str] = MappingProxyType({}),
-    heads: int = 0,
-) -> Iterator[Styles]:
-    """The styles of a block's modules, those of the most parameters first, and of these those that gather nothing.
-
-    ``called`` has the modules that are called in it, in order, with the name by which each is given its tensor;
-    ``plan`` the styles that the block's makers give; ``heads`` is how many entries a parameter has for each head.
-    """
-    # the one entry of a list of one that holds all that a block computes with, as in ConvNeXt; empty without such
-    owners = [path for path in called if _has_own(block.get_submodule(path))]
-    lists = (name for name, each in block.named_children() if isinstance(each, nn.ModuleList) and len(each) == 1)
-    if inner := next((f"{name}.0" for name in lists if all(is_below(path, f"{name}.0") for path in owners)), ""):
-        within = {path.removeprefix(f"{inner}."): name for path, name in called.items() if path.startswith(f"{inner}.")}
-        for styles in block_suppositions(block.get_submodule(inner), within, heads=heads):
-            yield {path.replace("block.", f"block.{inner}.", 1): style for path, style in styles.items()}
-        return
-    seen: list[Styles] = []
-    found = list(_regions(_Block(block, called), plan, heads))
-    for regions in sorted(found, key=_Regions.num_parameters, reverse=True):
-        for numbers in (_HEAD_COUNTS + _WIDTHS, _HEAD_COUNTS, ()):
-            styles = regions.styles(numbers)
-            if styles not in seen and any(style.startswith(_DIVIDING) for style in styles.values()):
-                seen.append(styles)
-                yield styles
+    plan = {each.removeprefix(prefix): style for each, style in model.tp_plan.items() if each.startswith(prefix)}
+    config = _config_of_part(path, model) if split.features else model.config.get_text_config()
+    heads = getattr(_config_of(path, config), "num_attention_heads", 0)
+    return Block(model.get_submodule(path), named, plan, heads)
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """A block, and the modules that are called in it, in order, with the name by which each is given its tensor."""
+class Block:
+    """A block that is to be divided."""
 
     module: nn.Module
     called: Mapping[str, str | None]
+    """The modules that are called in it, in order, with the name by which each is given its tensor."""
+    plan: Mapping[str, str] = field(default_factory=dict)
+    """The styles that the block's makers give."""
+    heads: int = 0
+    """How many entries a parameter has that has one for each head."""
+
+    def suppositions(self) -> Iterator[Styles]:
+        """The styles of its modules, those of the most parameters first, and of these those that gather nothing."""
+        # the one entry of a list of one that holds all that a block computes with, as in ConvNeXt; empty without such
+        owners, children = [path for path in self.called if _has_own(self.at(path))], self.module.named_children()
+        lists = (name for name, each in children if isinstance(each, nn.ModuleList) and len(each) == 1)
+        if inner := next((f"{name}.0" for name in lists if all(is_below(path, f"{name}.0") for path in owners)), ""):
+            within = {p.removeprefix(f"{inner}."): n for p, n in self.called.items() if p.startswith(f"{inner}.")}
+            for styles in Block(self.at(inner), within, heads=self.heads).suppositions():
+                yield {path.replace("block.", f"block.{inner}.", 1): style for path, style in styles.items()}
+            return
+        seen: list[Styles] = []
+        for regions in sorted(_regions(self), key=_Regions.num_parameters, reverse=True):
+            for numbers in (_HEAD_COUNTS + _WIDTHS, _HEAD_COUNTS, ()):
+                styles = regions.styles(numbers)
+                if styles not in seen and any(style.startswith(_DIVIDING) for style in styles.values()):
+                    seen.append(styles)
+                    yield styles
+
+    def unread_plan(self) -> str:
+        """Why the makers' plan is not tried: its styles that are not read; empty where all of them are."""
+        paths = {style: path for path, style in self._planned().items() if style not in _OF_PLANS}
+        unread = ", ".join(f"{style} (of {path})" for style, path in paths.items())
+        return f"styles of its own tp plan are not read: {unread}" if unread else ""
+
+    def follows(self, styles: Styles) -> bool:
+        """Whether styles have all that the makers' plan says of the block, as far as that is read."""
+        own = self.read()
+        return bool(own) and all(styles.get(f"block.{path}", "").removesuffix("_entering") == own[path] for path in own)
 
     def at(self, path: str) -> nn.Module:
+        """The module at a path."""
         return self.module.get_submodule(path)
 
     def lent(self, path: str) -> list[str]:
@@ -136,14 +106,16 @@ class _Block:
         paths = [path for path, each in self.module.named_modules() if id(each) in experts]
         return [path.rpartition(".")[0] for path in paths]
 
-    def planned(self, plan: Mapping[str, str]) -> dict[str, str]:
-        """The styles of a plan, of modules that are called and are in no mixture of experts."""
+    def _planned(self) -> dict[str, str]:
+        """The styles of the plan, of modules that are called and are in no mixture of experts."""
         routed = self.routed()
-        return {path: style for path, style in plan.items() if path in self.called and not is_below_any(path, routed)}
+        return {
+            path: each for path, each in self.plan.items() if path in self.called and not is_below_any(path, routed)
+        }
 
-    def read(self, plan: Mapping[str, str]) -> dict[str, str]:
+    def read(self) -> dict[str, str]:
         """What these styles are here, of modules with parameters; empty where one of them is not read."""
-        own = {path: _OF_PLANS.get(style) for path, style in self.planned(plan).items()}
+        own = {path: _OF_PLANS.get(style) for path, style in self._planned().items()}
         held = {path: style for path, style in own.items() if style and _has_own(self.at(path))}
         return {} if None in own.values() else held
 
@@ -152,9 +124,8 @@ class _Block:
 class _Regions:
     """The matrices of a block and their styles, from which those of all other modules follow."""
 
-    block: _Block
+    block: Block
     matrices: Mapping[str, str]
-    heads: int
     divides_experts: bool = True
 
     def styles(self, numbers: Sequence[str]) -> dict[str, str]:
@@ -178,7 +149,10 @@ class _Regions:
                 and any(style == "columns" for path, style in self.matrices.items() if is_below(path, outer))
             )
             counts = ",".join(name for name in numbers if _is_divisible(module, name)) if is_divided else ""
-            heads = self._of_heads(module) if is_divided and not is_below_any(path, routed) else ""
+            of_heads = (
+                n for n, each in module.named_parameters(recurse=False) if each.ndim and len(each) == block.heads
+            )
+            heads = ",".join(of_heads) if is_divided and not is_below_any(path, routed) else ""
             if path in begins or path in routed:
                 word = "enter" if path in begins else "region"
                 lent = ",".join(block.lent(path))
@@ -197,12 +171,7 @@ class _Regions:
 
     def _is_table(self, module: nn.Module) -> bool:
         """Whether a module looks up an entry for each head, as one of relative positions does."""
-        return isinstance(module, nn.Embedding) and module.embedding_dim == self.heads
-
-    def _of_heads(self, module: nn.Module) -> str:
-        """The parameters of a module itself that have an entry for each head."""
-        own = module.named_parameters(recurse=False)
-        return ",".join(name for name, each in own if each.ndim and len(each) == self.heads)
+        return isinstance(module, nn.Embedding) and module.embedding_dim == self.block.heads
 
     def num_parameters(self) -> int:
         """Of the matrices that have a style, whole ones too, and of what routes to experts that are divided."""
@@ -235,7 +204,7 @@ Those of experts follow from the experts. A plan with another style for a module
 """
 
 
-def _regions(block: _Block, plan: Mapping[str, str], heads: int) -> Iterator[_Regions]:
+def _regions(block: Block) -> Iterator[_Regions]:
     """The model's own plan; the structure; both, where the plan leaves a part out; and the structure otherwise.
 
     Otherwise is with what a part's matrices give gathered, where what lies between them cannot be divided, as queries,
@@ -243,34 +212,31 @@ def _regions(block: _Block, plan: Mapping[str, str], heads: int) -> Iterator[_Re
     """
     routed = block.routed()
     groups = _by_structure(block, routed)
-    if planned := block.read(plan):
-        yield _Regions(block, planned, heads)
+    if planned := block.read():
+        yield _Regions(block, planned)
         touched = {path.partition(".")[0] for path in planned}
         others = [group for group in groups if not touched & {path.partition(".")[0] for path in group}]
-        yield _Regions(block, planned | _merged(others), heads)
-    yield _Regions(block, _merged(groups), heads)
+        yield _Regions(block, planned | _merged(others))
+    yield _Regions(block, _merged(groups))
     whole = [group for group in groups if all("." in path for path in group)]
     for gathered in [*([each] for each in whole), *([whole] if len(whole) > 1 else [])]:
-        styles = (_gathered(each) if each in gathered else each for each in groups)
-        yield _Regions(block, _merged(styles), heads)
+        found = _merged(groups)  # divided likewise, with all that lies between these matrices whole on every rank
+        for path in (path for group in gathered for path in group):
+            found[path] = "rows_of_whole" if found[path] == "rows" else "columns_gathered"
+        yield _Regions(block, found)
     if len(groups) > 1 or routed:
-        yield from (_Regions(block, _merged(each for each in groups if each is not left), heads) for left in groups)
+        yield from (_Regions(block, _merged(each for each in groups if each is not left)) for left in groups)
     if len(groups) > _MOST_LEFT:
-        yield from (_Regions(block, _merged(kept), heads) for kept in combinations(groups, len(groups) - _MOST_LEFT))
+        yield from (_Regions(block, _merged(kept)) for kept in combinations(groups, len(groups) - _MOST_LEFT))
     if routed:
-        yield _Regions(block, _merged(groups), heads, divides_experts=False)
+        yield _Regions(block, _merged(groups), divides_experts=False)
 
 
 def _merged(groups: Iterable[Mapping[str, str]]) -> dict[str, str]:
     return {path: style for group in groups for path, style in group.items()}
 
 
-def _gathered(group: Mapping[str, str]) -> dict[str, str]:
-    """The matrices of a part divided likewise, with all that lies between them whole on every rank."""
-    return {path: "rows_of_whole" if style == "rows" else "columns_gathered" for path, style in group.items()}
-
-
-def _by_structure(block: _Block, routed: Sequence[str]) -> list[dict[str, str]]:
+def _by_structure(block: Block, routed: Sequence[str]) -> list[dict[str, str]]:
     """The styles of the matrices of each part of a block.
 
     Of the matrices of one part of a block the last one called is divided by its inputs, the others by their outputs.
@@ -299,7 +265,7 @@ def _by_structure(block: _Block, routed: Sequence[str]) -> list[dict[str, str]]:
     return parted
 
 
-def _part_of(block: _Block, path: str) -> str:
+def _part_of(block: Block, path: str) -> str:
     """The part of a block that a matrix lies in, by its path; of a list of parts the entry."""
     first, *inner = path.split(".")
     if not inner:
@@ -307,7 +273,7 @@ def _part_of(block: _Block, path: str) -> str:
     return f"{first}.{inner[0]}" if inner[1:] and isinstance(block.at(first), nn.ModuleList) else first
 
 
-def _of_experts(block: _Block, routed: str) -> dict[str, str]:
+def _of_experts(block: Block, routed: str) -> dict[str, str]:
     """The styles in a mixture of experts: those that every token takes are divided as any feed-forward part."""
     below = f"{routed}." if routed else ""
     found: dict[str, str] = {}
@@ -338,7 +304,9 @@ def _has_own(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-def _ends(model: PreTrainedModel, split: ModelSplit, layer_type: SplitLayerType, layer: int) -> Iterator[Styles]:
+def end_suppositions(
+    model: PreTrainedModel, split: ModelSplit, layer_type: SplitLayerType, layer: int
+) -> Iterator[Styles]:
     """A table of tokens, and a projection to tokens; norms before it run on a part of the sequence."""
     styles: dict[str, str] = {}
     for name, path in ((name, path) for name, path in split.modules(layer).items() if path not in split.holders):
@@ -363,25 +331,20 @@ def divided_sizes(
     model: PreTrainedModel, split: ModelSplit, layer_type: int, styles: Styles
 ) -> tuple[tuple[str, int], ...]:
     """The sizes of a layer type that a degree must divide, with their names for messages."""
-    return tuple(_divided(model, split, split.layers.index(layer_type), styles)) if styles else ()
-
-
-def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styles) -> Iterator[tuple[str, int]]:
-    if split.kinds[split.layers[layer]].role is not LayerRole.BLOCK:
-        yield "vocabulary", split.vocab_size
-        return
-    path = split.modules(layer)["block"]
-    config = _config_of(path, _config_of_part(path, model))
-    queries = getattr(config, "num_attention_heads", None)
+    if not styles:
+        return ()
+    if split.kinds[layer_type].role is not LayerRole.BLOCK:
+        return (("vocabulary", split.vocab_size),)
+    path = split.modules(split.layers.index(layer_type))["block"]
+    config, block = _config_of(path, _config_of_part(path, model)), model.get_submodule(path)
+    found: list[tuple[str, int]] = []
+    queries, keys = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
     if isinstance(queries, int):
-        yield QUERY_HEADS, queries
-        keys = getattr(config, "num_key_value_heads", None)
-        yield KV_HEADS, keys if isinstance(keys, int) else queries
-    block = model.get_submodule(path)
+        found += [(QUERY_HEADS, queries), (KV_HEADS, keys if isinstance(keys, int) else queries)]
     experts = [each.num_experts for each in routed_experts(block)]
     if "own_experts" in styles.values() and experts:
-        yield "experts", max(experts)
-    yield from divided_rows(block, styles)
+        found.append(("experts", max(experts)))
+    return *found, *divided_rows(block, styles)
 
 
 def _config_of_part(block: str, model: PreTrainedModel) -> PreTrainedConfig:

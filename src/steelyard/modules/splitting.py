@@ -318,7 +318,10 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
         for path in seen.chains
         for number, place in enumerate(seen.blocks(path))
     }
-    positions = length_of(shapes[0]) if image else _most_positions(config)
+    parts = (config, config.get_text_config(decoder=True))
+    said = [getattr(part, key, None) for part in parts for key in _POSITIONS]
+    longest = next((int(each) for each in said if isinstance(each, int | float) and each > 0), 2**31)
+    positions = length_of(shapes[0]) if image else longest
     return ModelSplit(
         model_type=config.model_type,
         task=task,
@@ -370,27 +373,12 @@ def _encoder_of(seen: Recording, calls: Mapping[str, BlockCall], between: tuple[
     output = argument_of(seen.chains[blocks][0], encoded)
     order, _ = ((), ()) if seen.read else order_of(output, seen)
     shape = tuple(output.shape[1:]) if seen.read else ()
-    calls_between = _between_calls(seen, calls, encoded)
+    reader = seen.chains[blocks][0]
+    of_ids = seen.modules.between(seen.decoder_ids, calls[blocks].hidden((reader.places, reader.names)))
+    of_encoded = seen.modules.between(calls[first].result_of(seen.chains[first][-1].outputs), output)
+    calls_between = None if of_ids is None or of_encoded is None else (of_ids, of_encoded)
     found = {"encoded": encoded, "order": order, "shape": shape, "between_calls": calls_between}
     return encoder.model_copy(update=found)
-
-
-def _between_calls(
-    seen: Recording, calls: Mapping[str, BlockCall], encoded: int | str
-) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """What alone is done between the blocks of an encoder and those of its decoder, if that is all."""
-    (of_encoder, call), (of_decoder, reading) = calls.items()
-    first = seen.chains[of_decoder][0]
-    entering = reading.hidden((first.places, first.names))
-    of_ids = seen.modules.between(seen.decoder_ids, entering)
-    of_encoded = seen.modules.between(call.result_of(seen.chains[of_encoder][-1].outputs), argument_of(first, encoded))
-    return None if of_ids is None or of_encoded is None else (of_ids, of_encoded)
-
-
-def _most_positions(config: PreTrainedConfig) -> int:
-    """The longest sequence that a config says, or the part of it that is of text."""
-    found = (getattr(part, key, None) for part in (config, config.get_text_config(decoder=True)) for key in _POSITIONS)
-    return next((int(each) for each in found if isinstance(each, int | float) and each > 0), 2**31)
 
 
 def _typed_buffers(

@@ -358,19 +358,18 @@ def move_module(module: nn.Module, device: torch.device) -> None:
     for each in module.modules():
         for table in (each._parameters, each._buffers):
             for name, tensor in table.items():
-                if tensor is not None and tensor.device != device:
-                    if id(tensor) not in moved:
-                        moved[id(tensor)] = tensor, _on(tensor, device)
-                    table[name] = moved[id(tensor)][1]
-
-
-def _on(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.is_meta:
-        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    else:
-        found = tensor.detach().to(device)
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return nn.Parameter(found, requires_grad=tensor.requires_grad) if is_parameter else found.detach()
+                if tensor is None or tensor.device == device:
+                    continue
+                if id(tensor) not in moved:
+                    new = (
+                        tensor.detach().to(device)
+                        if not tensor.is_meta
+                        else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                    )
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new.detach(), requires_grad=tensor.requires_grad)
+                    moved[id(tensor)] = tensor, new
+                table[name] = moved[id(tensor)][1]
 
 
 class StubbedOwn(StubbedModel):

@@ -7,7 +7,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -36,6 +36,7 @@ from steelyard.modules.dimensions.cp import apply_context_parallel, own_context
 from steelyard.modules.dimensions.tp import apply_tensor_parallel
 from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, build_layer, shared_inputs_of, tensors_of
 from steelyard.modules.split_tp import RANKS, Styles, divided_sizes
+from steelyard.modules.updates import whole_of
 from steelyard.plan.strategy import Remat
 
 _SMALL, _SMALL_OF_ONE = 1e-3, 1e-2
@@ -114,7 +115,7 @@ class ThreadedProof:
                 apply_context_parallel(layer, mesh, "gather")
                 run = partial(_by_tokens, run, mesh)
             flow = layer.within(flow, context, partial(_in_parts, run, mesh) if cut else run)
-        (logits,) = (each.full_tensor() if isinstance(each, DTensor) else each for each in tensors_of(flow))
+        (logits,) = map(whole_of, tensors_of(flow))
         logits = logits.view_as(self.expected["logits"])
         loss_of(logits, self.labels).backward()
         found = {"logits": logits.detach()}
@@ -123,7 +124,7 @@ class ThreadedProof:
             if gradient is not None and layer.layer_type.name in by_tokens:
                 dist.all_reduce(gradient, group=mesh.get_group())
             if gradient is not None:
-                found[path] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                found[path] = whole_of(gradient)
         return difference(self.expected, found, chain, self.tolerance)
 
 
@@ -145,8 +146,7 @@ def undivided(layer_type: LayerTypeOf, reasons: Iterable[str]) -> LayerTypeOf:
 
 def gradients_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
     """The whole gradient of each parameter that has one, by its path."""
-    found = {path: each.grad for path, each in parameters if each.grad is not None}
-    return {path: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for path, each in found.items()}
+    return {path: whole_of(each.grad).clone() for path, each in parameters if each.grad is not None}
 
 
 def on_two_ranks(compared: Callable[[DeviceMesh], str]) -> str:
@@ -158,8 +158,17 @@ def on_two_ranks(compared: Callable[[DeviceMesh], str]) -> str:
     store = dist.HashStore()
 
     def run(rank: int) -> None:
-        with suppress(SystemExit):  # how a rank ends whose partner has failed
-            outcomes[rank] = _outcome(rank, store, compared)
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
+            outcomes[rank] = compared(init_device_mesh("cpu", (RANKS,)))
+        except SystemExit:  # how a rank ends whose partner has failed
+            pass
+        except Exception as error:
+            outcomes[rank] = f"it raises {type(error).__name__} ({first_line(error)[:120]})"
+            ProcessLocalGroup.exception_handle(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     with _threaded_groups():
         ranks = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(RANKS)]
@@ -169,18 +178,6 @@ def on_two_ranks(compared: Callable[[DeviceMesh], str]) -> str:
             each.join(_PATIENCE_S)
     reasons = [outcomes[rank] for rank in sorted(outcomes) if outcomes[rank]]
     return reasons[0] if reasons else "" if len(outcomes) == RANKS else "it does not end"
-
-
-def _outcome(rank: int, store: dist.Store, compared: Callable[[DeviceMesh], str]) -> str:
-    try:
-        dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
-        return compared(init_device_mesh("cpu", (RANKS,)))
-    except Exception as error:
-        ProcessLocalGroup.exception_handle(error)
-        return f"it raises {type(error).__name__} ({first_line(error)[:120]})"
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -210,7 +207,7 @@ def pieces_of(
             layer.entering, layer.past = split.places(number, before)
     tokens = (ids if decoder_ids is None else decoder_ids).shape[1]
     side = shared_inputs_of(layers, model, chain, ids.device)(tokens, torch.float32, ids.device)
-    return layers, LayerContext(side=side, config=model.config, decoder_ids=decoder_ids)
+    return layers, LayerContext(side=side, decoder_ids=decoder_ids)
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:

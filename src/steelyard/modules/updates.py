@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import AdamW
 
 
@@ -35,6 +36,19 @@ class LocalAdamW(LocalUpdates, AdamW):
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, all of it if it is not distributed."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part of a tensor lies in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """The whole of a tensor; a collective call of the ranks that it is distributed over."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def add_square_norms(square: Tensor, gradients: Sequence[Tensor], copies: Sequence[int]) -> None:

@@ -30,9 +30,8 @@ from steelyard.installed import TRAINING, installed_version, require_training
 from steelyard.levers import LEVERS, NO_LEVERS, Levers
 from steelyard.levers.lever import AUTO
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
-from steelyard.model.chain import ModelChain
+from steelyard.model.chain import ModelChain, frozen_chain
 from steelyard.model.freeze import Freeze
-from steelyard.model.freezing import frozen_chain
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.modules.kept_splits import read_kept
 from steelyard.plan.decisions import FREE, Decisions

@@ -45,21 +45,19 @@ def free_port(candidates: Iterable[int] | None = None) -> int:
     torchrun takes one that the system gives to whoever asks for any, as do all connections of other runs meanwhile.
     ``candidates`` are by default some below those; where there are none, or all are taken, any free port is returned.
     """
-    for port in _below_given() if candidates is None else candidates:
+    if candidates is None:
+        try:
+            first = int(_GIVEN.read_text().split()[0])
+            ports = range(max(first - _SPAN, first // 2 + 1, 1024), first)
+            candidates = SystemRandom().sample(ports, min(_MOST_TRIES, len(ports)))
+        except (OSError, ValueError, IndexError):
+            candidates = ()
+    for port in candidates:
         try:
             return _bound(port)
         except OSError:
             continue
     return _bound(0)
-
-
-def _below_given() -> list[int]:
-    try:
-        first = int(_GIVEN.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return []
-    ports = range(max(first - _SPAN, first // 2 + 1, 1024), first)
-    return SystemRandom().sample(ports, min(_MOST_TRIES, len(ports)))
 
 
 def _bound(port: int) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steelyard.errors import UserError
+from steelyard.output import write_file
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -98,9 +99,7 @@ def write_failure(failure: Failure, folder: Path) -> None:
     """Writes the failure, of this attempt, as a whole or not at all."""
     attempt = _attempt_folder(folder, restart_count())
     attempt.mkdir(exist_ok=True)
-    part = attempt / f"rank{failure.rank}.part"
-    part.write_text(json.dumps(asdict(failure)))
-    part.rename(attempt / f"rank{failure.rank}.json")
+    write_file(attempt / f"rank{failure.rank}.json", json.dumps(asdict(failure)), "failure")
 
 
 def read_failures(folder: Path, attempt: int | None = None) -> list[Failure]:
@@ -185,6 +184,6 @@ def write_standing(standing: Standing, environment: Mapping[str, str]) -> None:
     folder = failures_folder()
     if folder is None or environment.get("LOCAL_RANK", "0") != "0":
         return
-    part = folder / f"{_FILE}.part"
+    part = folder / f"{_FILE}.part"  # not synced to the disk: this is after each step
     part.write_text(json.dumps(asdict(standing)))
     part.rename(folder / _FILE)

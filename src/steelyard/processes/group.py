@@ -62,35 +62,27 @@ def init_process_group(timeout_s: float, *, store: dist.Store | None = None) -> 
 def fake_group(rank: int, size: int) -> Iterator[None]:
     """This process as one rank of a world without other processes: collectives have shapes and no effect.
 
-    A process group that the process has is set aside and comes back at the end.
+    A process group that the process has, which would be destroyed with it, is set aside and comes back at the end.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # which a run does without
 
     quiet_notices()
-    with _own_group_set_aside():
+    own = dist.distributed_c10d._world if dist.is_initialized() else None
+    if own is not None:
+        from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+        dist.distributed_c10d._world = ThreadLocalWorld()
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
         try:
             yield
         finally:
             dist.destroy_process_group()
-
-
-@contextmanager
-def _own_group_set_aside() -> Iterator[None]:
-    """This process without the process group that it may have, which would be destroyed along with a fake one."""
-    if not dist.is_initialized():
-        yield
-        return
-    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
-
-    own = dist.distributed_c10d._world
-    dist.distributed_c10d._world = ThreadLocalWorld()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    try:
-        yield
     finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
-        dist.distributed_c10d._world = own
+        if own is not None:
+            torch._C._distributed_c10d._set_thread_isolation_mode(False)
+            dist.distributed_c10d._world = own
 
 
 def quiet_notices() -> None:

@@ -103,13 +103,8 @@ def run_processes(
     `RankFailedError` with the error of the process that failed first in the last attempt.
     """
     with tempfile.TemporaryDirectory(prefix="steelyard-") as folder:
-        command = [
-            sys.executable,
-            "-m",
-            _AGENT,
-            *(elastic or Elastic()).arguments(),
-            f"--nproc-per-node={num_processes}",
-        ]
+        command = [sys.executable, "-m", _AGENT, *(elastic or Elastic()).arguments()]
+        command += [f"--nproc-per-node={num_processes}"]
         command += ["--local-ranks-filter=0", f"--shutdown-timeout={END_S:.0f}", "--monitor-interval=0.1"]
         command += [f"--max-restarts={_MOST_RESTARTS if elastic else restarts}", "--log-dir", folder]
         command += [f"--signals-to-handle={END_SIGNAL.name},SIGQUIT"]
@@ -175,11 +170,8 @@ def _blame(end: End) -> int:
 
     One that a signal ended comes before one that stood still, whose peers NCCL aborts, and those that torchrun ended.
     """
-    return (
-        1
-        if end.stood_still
-        else {int(signal.SIGABRT): 2, int(signal.SIGTERM): 3, int(END_SIGNAL): 3}.get(-end.exit_code, 0)
-    )
+    by_signal = {int(signal.SIGABRT): 2, int(signal.SIGTERM): 3, int(END_SIGNAL): 3}
+    return 1 if end.stood_still else by_signal.get(-end.exit_code, 0)
 
 
 def _silent(rank: int, end: End, reported: Sequence[Failure]) -> Failure:

@@ -34,17 +34,6 @@ class Stopwatch:
         return laps
 
 
-class Deadline:
-    """A time by which work should be done; how much is left of it, all processes agree on."""
-
-    def __init__(self, budget_s: float, device: torch.device) -> None:
-        self._end_s, self._device = time.monotonic() + budget_s, device
-
-    def left_s(self) -> float:
-        """Seconds that are left, of the process that has the fewest; 0 when it is past. A collective call."""
-        return max(over_ranks([self._end_s - time.monotonic()], self._device, dist.ReduceOp.MIN)[0], 0.0)
-
-
 def synchronize(device: torch.device) -> None:
     """Waits until the device has done all its work; nothing to wait for on a CPU."""
     if device.type == "cuda":

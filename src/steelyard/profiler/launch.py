@@ -16,13 +16,11 @@ import torch.distributed as dist
 
 from steelyard.errors import InvalidProfileError
 from steelyard.levers import Levers
-from steelyard.model.chain import ModelChain
+from steelyard.model.chain import ModelChain, frozen_chain
 from steelyard.model.freeze import Freeze
-from steelyard.model.freezing import frozen_chain
 from steelyard.model.own import OwnSplit
 from steelyard.model.read import load_model
-from steelyard.modules.own_pieces import OwnModel
-from steelyard.modules.own_proof import build, planned_module
+from steelyard.modules.own_proof import build_split
 from steelyard.output import write_file
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.processes.group import process_group
@@ -54,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _measure_and_write(options: argparse.Namespace) -> None:
-    own = None if options.split is None else _built(options.model, options.split)
+    split = options.split and OwnSplit.model_validate_json(options.split.read_text())
+    own = build_split(options.model, split) if split else None
     model = load_model(options.model) if own is None else own.chain
     chain = frozen_chain(Levers.of(options.levers).change(model), options.frozen)
     trace = parse_file(options.traced, Profile, InvalidProfileError, what="profile")
@@ -72,13 +71,6 @@ def _measure_and_write(options: argparse.Namespace) -> None:
         if dist.get_rank() == 0:
             _show("done\n", 1.0)
             write_file(options.output, dump_json(profile) + "\n", "--output")
-
-
-def _built(builder: str, split_file: Path) -> OwnModel:
-    """The user's own module of a builder, split as it was in the process that started this one."""
-    split, built = OwnSplit.model_validate_json(split_file.read_text()), build(builder)
-    model = planned_module(built.module, split, built.loss)
-    return OwnModel(model.module, split, built.loss, built.sample)
 
 
 def progress_bar(done: float) -> str:

@@ -17,11 +17,10 @@ Legend of shapes: B samples of this rank, S sequence length, s sequence of this 
 """
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +29,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils import _pytree as pytree
-from transformers import PreTrainedModel
 
-from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
 from steelyard.modules.dimensions import divide_layer
 from steelyard.modules.freezing import rest_in
@@ -56,7 +54,8 @@ from steelyard.precision import LayerPrecision
 from steelyard.profiler.clock import Stopwatch, barrier, fast_half_columns, fast_half_mean, num_repetitions, over_ranks
 from steelyard.profiles.profile import MeasuredTime
 
-_NUM_BLOCKS_OF_A_TYPE = 2
+_NUM_OF_A_TYPE = 2
+"""Blocks; of an embedding or a head there is one of each type."""
 _NUM_MICROBATCHES = 2
 
 
@@ -102,31 +101,22 @@ class ShortChain:
         What else it reads, which others may have made, is made here. It needs gradients where it does in the model.
         """
         place = self.places[number]
-        tensors = tuple(_arrived(each).detach() for each in tensors_of(flow))
-        wanted = self.chain.type_of(place - 1).num_streams if place else 1
-        states = [tensors[min(each, len(tensors) - 1)] for each in range(wanted)]
-        shapes = self.chain.read_shapes(place, self.seq_len) if place else ()
-        streams = zip(shapes[wanted:], self.chain.read_types(place)[wanted:] if place else (), strict=True)
-        parts, options = self.strategy.sequence_degree, {"dtype": self.dtype, "device": self.device}
-        made = [_entering((len(states[0]), shape[0] // parts, *shape[1:]), whole, options) for shape, whole in streams]
-        if wanted > 1 and shapes[0] != shapes[1]:  # a decoder's state of another length than the encoder's output
-            states[1:] = [torch.randn((len(states[0]), *shape), **options) for shape in shapes[1:wanted]]
-        read, needed = (*states, *made), self.chain.read_needs_gradient(place) if place else ()
-        for tensor, is_needed in zip(read, needed, strict=False):
-            tensor.requires_grad_(is_needed and tensor.is_floating_point())
-        return as_flow(read)
-
-
-def _arrived(tensor: Tensor) -> Tensor:
-    """A tensor of which nothing is on its way: a compiled block gives gradients to no other."""
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
-def _entering(shape: tuple[int, ...], whole: str, options: Mapping[str, Any]) -> Tensor:
-    """What a layer reads beside hidden states: random numbers, or zeros of a type of ``whole`` numbers."""
-    if whole:
-        return torch.zeros(shape, **{**options, "dtype": getattr(torch, whole)})
-    return torch.randn(shape, **options, requires_grad=True)
+        waiting = tensors_of(flow)  # a compiled block gives gradients to no tensor that is still on its way
+        tensors = [(each.wait() if isinstance(each, AsyncCollectiveTensor) else each).detach() for each in waiting]
+        if not place:
+            return tensors[0]
+        wanted, parts = self.chain.type_of(place - 1).num_streams, self.strategy.sequence_degree
+        read = [tensors[min(each, len(tensors) - 1)] for each in range(wanted)]
+        given, options = self.chain.read(place, self.seq_len), {"dtype": self.dtype, "device": self.device}
+        if wanted > 1 and given[0].shape != given[1].shape:  # a decoder's state of another length than the encoder's
+            read[1:] = [torch.randn((len(read[0]), *each.shape), **options) for each in given[1:wanted]]
+        for each in given[wanted:]:
+            dtype = getattr(torch, each.whole) if each.whole else self.dtype
+            made = torch.zeros if each.whole else torch.randn
+            read.append(made((len(read[0]), each.shape[0] // parts, *each.shape[1:]), dtype=dtype, device=self.device))
+        for tensor, each in zip(read, given, strict=True):
+            tensor.requires_grad_(each.needs_gradient and tensor.is_floating_point())
+        return as_flow(tuple(read))
 
 
 def layer_meshes(degree: int, device_type: str) -> DeviceMesh:
@@ -152,14 +142,18 @@ def build_short_chain(
     Sharded over the one axis of ``shard_mesh`` where that is given, else replicas without others. ``own`` is the user's
     own module that the chain is of; a copy of it is divided.
     """
-    picked = [layer for layer in _layers_of_each_type(chain) if chain.type_of(layer).name in layer_types]
+    picked = [layer for layer in chain.first_of_each_type(_NUM_OF_A_TYPE) if chain.type_of(layer).name in layer_types]
     if own is None:
         model = build_meta_model(chain)
         prepare_model(model, chain)
     else:
         model = own = OwnModel(copy.deepcopy(own.module), own.split, own.loss, own.sample)
-    layers = tuple(_build(model, chain, layer, strategy, device, mesh) for layer in picked)
-    for layer in layers:
+    layers = []
+    for place in picked:
+        materialize_layer(model, chain, place, seed=0, device=device)
+        layers.append(layer := build_layer(model, chain, place, Remat.NONE))
+        divide_layer(layer, chain, strategy, mesh["shape"])
+        change_layer(layer, chain)
         if chain.freeze is not None:
             rest_in(layer, activation_dtype(precision))
         if shard_mesh is not None:
@@ -168,7 +162,7 @@ def build_short_chain(
             replicate_over(layer, mesh["one"], precision)
     return ShortChain(
         layer_types=tuple(chain.type_of(layer).name for layer in picked),
-        layers=layers,
+        layers=tuple(layers),
         side=shared_inputs_of(layers, model, chain, device),
         seq_len=seq_len,
         dtype=activation_dtype(precision),
@@ -267,7 +261,6 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
     watch.mark()
     context = LayerContext(
         side=short.side(short.seq_len, short.dtype, short.device),
-        config=short.side.model_config,
         labels_BS=labels,
         num_targets=labels.numel(),
         decoder_ids=decoder_inputs(labels, short.side.model_config, short.chain.features) if labels.dim() > 1 else None,
@@ -328,30 +321,3 @@ def repetition_laps(short: ShortChain, samples: int) -> list[float]:
         in_order = laps[: len(short.layers)] + laps[: len(short.layers) - 1 : -1]
         total_s = [total + lap for total, lap in zip(total_s, in_order, strict=True)]
     return [total / _NUM_MICROBATCHES for total in total_s]
-
-
-def _layers_of_each_type(chain: ModelChain) -> list[int]:
-    """The first layer of each type in the chain, and a second one of each block type where there is one."""
-    picked: list[int] = []
-    for layer in range(chain.num_layers):
-        layer_type = chain.layers[layer]
-        most = _NUM_BLOCKS_OF_A_TYPE if chain.layer_types[layer_type].role is LayerRole.BLOCK else 1
-        if sum(chain.layers[other] == layer_type for other in picked) < most:
-            picked.append(layer)
-    return picked
-
-
-def _build(
-    model: PreTrainedModel,
-    chain: ModelChain,
-    index: int,
-    strategy: Strategy,
-    device: torch.device,
-    mesh: DeviceMesh,
-) -> ChainLayer:
-    """One layer as the runtime builds it, before data parallelism."""
-    materialize_layer(model, chain, index, seed=0, device=device)
-    layer = build_layer(model, chain, index, Remat.NONE)
-    divide_layer(layer, chain, strategy, mesh["shape"])
-    change_layer(layer, chain)
-    return layer

@@ -4,7 +4,8 @@ Every process calls `measure` and gets the same `Profile`.
 """
 
 import datetime
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +21,7 @@ from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.strategy import Strategy, shape_strategies
 from steelyard.precision import LayerPrecision
 from steelyard.processes.group import current_device
-from steelyard.profiler.clock import Deadline, barrier, over_ranks
+from steelyard.profiler.clock import barrier, over_ranks
 from steelyard.profiler.collectives import measure_collectives, num_collectives
 from steelyard.profiler.layers import (
     Laps,
@@ -80,15 +81,15 @@ def measure(
         precision=precision,
         device=device,
         budget_s=budget_s,
-        deadline=Deadline(budget_s, device),
+        end_s=time.monotonic() + budget_s,
         progress=progress,
         own=own,
     )
     timed, beside = run.compute(layers, samples)
     collectives = run.collectives() if world_size > 1 else ()
     progress("end of a step, overlap", _OVERHEADS_BEGIN)
-    step_overhead_s = measure_step_overhead(device, budget_s=run.deadline.left_s() / 4)
-    changes = {"overlap_slowdown": measure_overlap_slowdown(device, budget_s=run.deadline.left_s())}
+    step_overhead_s = measure_step_overhead(device, budget_s=run.left_until(1.0) / 4)
+    changes = {"overlap_slowdown": measure_overlap_slowdown(device, budget_s=run.left_until(1.0))}
     barrier(device)
     return trace.model_copy(
         update={
@@ -187,13 +188,18 @@ class _Run:
     precision: LayerPrecision
     device: torch.device
     budget_s: float
-    deadline: Deadline
+    end_s: float
+    """When it should be done, on this process's clock."""
     progress: Progress
     own: OwnModel | None
 
     def left_until(self, share: float) -> float:
-        """Seconds that are left until so large a share of the budget is spent; a collective call."""
-        return max(self.deadline.left_s() - (1 - share) * self.budget_s, 0.0)
+        """Seconds until so large a share of the budget is spent, of the process that has the fewest; 0 when it is.
+
+        A collective call.
+        """
+        left_s = over_ranks([self.end_s - time.monotonic()], self.device, dist.ReduceOp.MIN)[0]
+        return max(max(left_s, 0.0) - (1 - share) * self.budget_s, 0.0)
 
     def compute(
         self, layers: Sequence[LayerProfile], samples: Sequence[int]
@@ -203,9 +209,9 @@ class _Run:
         On a CPU in rounds, so that a slow moment of the machine falls on all configurations and not on one; in as many
         as there is time for. On a GPU in one of two repetitions: the first warms up.
         """
-        shapes = [
-            each for each in _shapes(dist.get_world_size()) if any(layer.degrees == each.shape for layer in layers)
-        ]
+        degrees = [each for each in range(1, dist.get_world_size() + 1) if dist.get_world_size() % each == 0]
+        strategies = (each for degree in degrees for each in shape_strategies(degree))
+        shapes = [each for each in strategies if any(layer.degrees == each.shape for layer in layers)]
         meshes = {each.num_devices: layer_meshes(each.num_devices, self.device.type) for each in shapes}
 
         def build(each: Strategy, shard_mesh: DeviceMesh | None = None) -> ShortChain:
@@ -259,23 +265,15 @@ class _Run:
 
     def collectives(self) -> tuple[CollectiveProfile, ...]:
         """All collectives, with a line of progress for each."""
-        found = measure_collectives(self.device, left_s=lambda: self.left_until(_OVERHEADS_BEGIN))
-        return tuple(self._reported(found, num_collectives(dist.get_world_size())))
-
-    def _reported(self, found: Iterable[CollectiveProfile], total: int) -> Iterable[CollectiveProfile]:
-        begin = _COLLECTIVES_BEGIN
+        begin, total = _COLLECTIVES_BEGIN, num_collectives(dist.get_world_size())
         self.progress("collectives", begin)
-        for number, collective in enumerate(found, start=1):
-            span = "strided" if collective.strided else "neighbouring"
-            done = begin + (_OVERHEADS_BEGIN - begin) * number / total
-            self.progress(f"{collective.kind} over {collective.group_size} {span} ranks", done)
-            yield collective
-
-
-def _shapes(num_processes: int) -> list[Strategy]:
-    """The strategies under which layers have shapes of their own on so many processes, smallest degrees first."""
-    degrees = (each for each in range(1, num_processes + 1) if num_processes % each == 0)
-    return [strategy for degree in degrees for strategy in shape_strategies(degree)]
+        found = []
+        for each in measure_collectives(self.device, left_s=lambda: self.left_until(_OVERHEADS_BEGIN)):
+            found.append(each)
+            span = "strided" if each.strided else "neighbouring"
+            done = begin + (_OVERHEADS_BEGIN - begin) * len(found) / total
+            self.progress(f"{each.kind} over {each.group_size} {span} ranks", done)
+        return tuple(found)
 
 
 def _driver(device: torch.device) -> str:

@@ -261,12 +261,8 @@ def read_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.devic
     """
     info = read_info(path)
     check_model(info, path, plan)
-    state.fill_optimizers()
     reader = CheckpointReader(path)
-    for copy in range(state.names.num_copies):
-        tensors = state.tensors(copy=copy)
-        _read(reader, _stored_in(reader, tensors))
-        state.take(tensors, copy=copy)
+    _read_state(reader, state)
     if info.plan_hash == plan_hash(plan) and info.num_processes == dist.get_world_size():
         found = random_states(device)
         _read(reader, found)
@@ -274,10 +270,14 @@ def read_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.devic
     return info
 
 
-def _stored_in(reader: CheckpointReader, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors to read: a run in another precision has left no loss scale."""
+def _read_state(reader: CheckpointReader, state: RunState) -> None:
+    state.fill_optimizers()
     stored = reader.read_metadata().state_dict_metadata
-    return {name: each for name, each in tensors.items() if name in stored or not name.startswith(PREFIX)}
+    for copy in range(state.names.num_copies):
+        tensors = state.tensors(copy=copy)
+        # a run in another precision has left no loss scale
+        _read(reader, {name: each for name, each in tensors.items() if name in stored or not name.startswith(PREFIX)})
+        state.take(tensors, copy=copy)
 
 
 def _read(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
@@ -360,11 +360,7 @@ def save_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], fol
 
 def load_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:
     """Reads what `save_checkpoint` wrote under this or any other plan of the model, in place; a collective call."""
-    state = RunState(trainer, optimizers)
-    state.fill_optimizers()
     steps, reader = {_NUM_STEPS: torch.tensor(0)}, CheckpointReader(Path(folder))
-    for copy in range(state.names.num_copies):
-        tensors = state.tensors(copy=copy)
-        dcp.load(_stored_in(reader, tensors) | steps, storage_reader=reader)
-        state.take(tensors, copy=copy)
+    _read_state(reader, RunState(trainer, optimizers))
+    _read(reader, steps)
     trainer.num_steps = int(steps[_NUM_STEPS])

@@ -36,7 +36,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from math import prod
 from multiprocessing import get_context
 from typing import Any
@@ -170,7 +170,7 @@ def dry_run(
         own = build_planned(builder, plan) if builder else None
         meta_model = own.without_values() if own else build_meta_model(chain)
         prepare_model(meta_model, chain)  # a fake parameter that is made here could not be given memory later
-        with _fake_tensors(backend), LiveStorages([], _operations()) as storages:
+        with _fake_tensors(backend), LiveStorages([], _SEEN) as storages:
             model = parallelize_on(mesh, torch.device("cpu"), meta_model, plan, seed=0)
             read = own.blank_samples if own else lambda count: _blank(model, count)
             peaks = _two_steps(model, storages, read)
@@ -199,10 +199,8 @@ def dry_run_all(
         yield from pool.map(work, ranks)
 
 
-@cache
-def _operations() -> FakeOpCache[None]:
-    """The operations that dry runs of this process have seen, whose results follow from their arguments alone."""
-    return FakeOpCache()
+_SEEN: FakeOpCache[None] = FakeOpCache()
+"""The operations that dry runs of this process have seen, whose results follow from their arguments alone."""
 
 
 def _shortened(plan: Plan, rank: int) -> Plan:
@@ -378,7 +376,12 @@ def _fake_tensors(backend: Backend) -> Iterator[None]:
         )
         stack.enter_context(mock.patch.object(loss_scale, "any_rank_has", return_value=False))
         stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", _vote_alone))
-        stack.enter_context(mock.patch.object(schedules, "_batch_p2p", _keeping_tensors(schedules._batch_p2p)))
+        batch = schedules._batch_p2p
+
+        def begin(operations: list[dist.P2POp], desc: str | None = None) -> list[_WorkWithTensors]:
+            return [_WorkWithTensors(work, [each.tensor for each in operations]) for work in batch(operations, desc)]
+
+        stack.enter_context(mock.patch.object(schedules, "_batch_p2p", begin))
         if Backend(backend).copies_what_it_scatters:
             reduce_scatter = dist.reduce_scatter_single
 
@@ -404,16 +407,6 @@ class _WorkWithTensors:
         """Waits for the transfer and lets its tensors go."""
         self._work.wait()
         self._tensors = []
-
-
-def _keeping_tensors(batch: Callable[..., list[dist.Work]]) -> Callable[..., list[_WorkWithTensors]]:
-    """The function that begins transfers, with transfers that keep what they move until they are waited for."""
-
-    def begin(operations: list[dist.P2POp], desc: str | None = None) -> list[_WorkWithTensors]:
-        tensors = [operation.tensor for operation in operations]
-        return [_WorkWithTensors(work, tensors) for work in batch(operations, desc)]
-
-    return begin
 
 
 def _vote_alone(_schedule: Any, stages: list[Any], has_backward: bool, _p2p_done: bool) -> None:

@@ -119,11 +119,16 @@ class TrainOptions:
             if least is not None and value is not None and not least <= value <= most:
                 expected = f"{least} or more" + (f", at most {most:g}" if most < math.inf else "")
                 raise UserError(field=flag(option), found=str(value), expected=expected, hint="correct the option")
-        if self.schedule not in LR_SCHEDULES:
-            hint = nearest(self.schedule, LR_SCHEDULES)
-            raise UserError(
-                field="--schedule", found=repr(self.schedule), expected=" or ".join(LR_SCHEDULES), hint=hint
-            )
+        device_types = get_args(DeviceType)
+        for name, given, known in (
+            ("--schedule", [self.schedule], LR_SCHEDULES),
+            ("--device", [] if self.device is None else [self.device], device_types),
+            ("--allow-change", self.allowed_changes, RUN_OPTIONS),
+            ("--report-to", self.trackers, TRACKERS),
+        ):
+            if unknown := [each for each in given if each not in known]:
+                hint = nearest(unknown[0], known)
+                raise UserError(field=name, found=repr(unknown[0]), expected=" or ".join(known), hint=hint)
         if self.min_lr is not None and (self.schedule == CONSTANT or self.min_lr > self.lr):
             raise UserError(
                 field="--min-lr",
@@ -131,17 +136,6 @@ class TrainOptions:
                 expected="a rate that a falling schedule reaches",
                 hint="leave --min-lr out, or choose another --schedule" if self.schedule == CONSTANT else "lower it",
             )
-        for field_name, names, known in (
-            ("--allow-change", self.allowed_changes, RUN_OPTIONS),
-            ("--report-to", self.trackers, TRACKERS),
-        ):
-            if unknown := [name for name in names if name not in known]:
-                hint = nearest(unknown[0], known)
-                raise UserError(field=field_name, found=unknown[0], expected=", ".join(known), hint=hint)
-        device_types = get_args(DeviceType)
-        if self.device not in (None, *device_types):
-            hint = nearest(str(self.device), device_types)
-            raise UserError(field="--device", found=repr(self.device), expected=" or ".join(device_types), hint=hint)
 
     @property
     def allowed_changes(self) -> list[str]:

@@ -29,7 +29,6 @@ from steelyard.modules.model_inputs import IGNORED, blank_samples, decoder_input
 from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel, parts_of
 from steelyard.modules.own_proof import check_read, planned_module
 from steelyard.modules.own_split import refuse_compiled
-from steelyard.modules.router_loss import PartRouters
 from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
@@ -48,7 +47,7 @@ from steelyard.runtime.pipeline_part import (
     received_pieces,
     sent_pieces,
 )
-from steelyard.runtime.stage import StageModule, build_chunks, flow_shapes
+from steelyard.runtime.stage import StageModule, build_chunks
 from steelyard.runtime.stage_clock import StageClock
 from steelyard.runtime.tied import find_shared_gradients
 
@@ -198,24 +197,21 @@ class ParallelModel:
         inputs, labels = self.input_samples(), self.label_samples()
         tokens_BS = Samples.of(read(inputs)).inputs.to(self.device) if inputs is not None else None  # noqa: N806
         labels_BS = Samples.of(read(labels)).labels.to(self.device) if labels is not None else None  # noqa: N806
-        if predicts and labels is not None:
-            labels_BS = self._places(labels)  # noqa: N806
+        if predicts and labels is not None:  # in the place of labels where each of them is in the global batch
+            labels_BS = torch.tensor(labels, device=self.device)  # noqa: N806
+            if self.chain.family.task.reads_text:
+                places_S = torch.arange(self.plan.seq_len, device=self.device)  # noqa: N806
+                labels_BS = labels_BS[:, None] * self.plan.seq_len + places_S  # noqa: N806
         targets = {"labels_BS": labels_BS, "decoder_ids": self._decoder_ids(read)}
         self._count_targets(labels_BS, num_targets)
         for chunk in self.chunks:
             chunk.begin_step(self.plan.num_microbatches, (self._seed, self.num_steps))
         # leaves the random generators of the user's own loop as they were
         devices = [self.device] if self.device.type == "cuda" else []
-        with self._vocabulary_parallel_loss(), torch.random.fork_rng(devices) if self._has_dropout else nullcontext():
+        is_divided = self.is_last_stage and self.plan.strategies[-1].tensor_degree > 1  # the vocabulary
+        forked = torch.random.fork_rng(devices) if self._has_dropout else nullcontext()
+        with loss_parallel() if is_divided else nullcontext(), forked:
             return self._step_microbatches(tokens_BS, {k: each for k, each in targets.items() if each is not None})
-
-    def _places(self, samples: list[int]) -> Tensor:
-        """The place of every label of these samples in the global batch, in the shape of labels."""
-        first = torch.tensor(samples, device=self.device)
-        if not self.chain.family.task.reads_text:
-            return first
-        seq_len = self.plan.seq_len
-        return first[:, None] * seq_len + torch.arange(seq_len, device=self.device)
 
     def _mean_loss(self, losses: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The loss of a global batch, and the part of routers, where these are trained."""
@@ -228,7 +224,11 @@ class ParallelModel:
         total, self._votes = sums.unbind()
         if (routers := self.chunks[-1].routers) is None:
             return total, None
-        of_routers = self._loss_of_routers(routers)
+        of_routers = torch.zeros((), device=self.device)  # the mean over microbatches, on every rank of the last stage
+        if routers.losses:
+            of_routers += torch.stack(routers.losses).sum() / (self.plan.num_microbatches * self.plan.stage_sizes[-1])
+            routers.losses.clear()
+        dist.all_reduce(of_routers)
         return total + self.router_coefficient * of_routers, of_routers
 
     @property
@@ -404,11 +404,10 @@ class ParallelModel:
     def _crossing(self, index: int) -> Iterator[tuple[ActivationLayout, ActivationLayout, tuple[int, ...], Any]]:
         """For each tensor that part ``index`` is handed: how it lies before and behind the border, shape and type."""
         before, after = border(self.plan, index)
-        last = self.plan.parts[index].first_layer - 1
-        needed, types = self.chain.flow_needs_gradient(last), self.chain.flow_types(last)
-        for shape, needs, whole in zip(flow_shapes(self.plan, self.chain, last), needed, types, strict=True):
-            dtype = getattr(torch, whole) if whole else self.chunks[0].dtype
-            yield before, after, shape, {"dtype": dtype, "requires_grad": needs}
+        for each in self.chain.flow(self.plan.parts[index].first_layer - 1, self.plan.seq_len):
+            dtype = getattr(torch, each.whole) if each.whole else self.chunks[0].dtype
+            shape = (self.plan.microbatch_samples, *each.shape)
+            yield before, after, shape, {"dtype": dtype, "requires_grad": each.needs_gradient}
         routers = self.chunks[0].routers
         if routers is not None:
             yield before.of_copies, after.of_copies, routers.loss.shape, {"dtype": torch.float32, "requires_grad": True}
@@ -427,23 +426,6 @@ class ParallelModel:
             trained = [each for each in crossing if each[-1]["requires_grad"]]
             found["coming_back"] = [received_pieces(rank, after, own, shape) for own, after, shape, _ in trained]
         return Exchange(**found)
-
-    @contextmanager
-    def _vocabulary_parallel_loss(self) -> Iterator[None]:
-        if self.plan.strategies[-1].tensor_degree == 1 or not self.is_last_stage:
-            yield
-            return
-        with loss_parallel():
-            yield
-
-    def _loss_of_routers(self, routers: PartRouters) -> Tensor:
-        """The mean over the microbatches of a step, which every rank of the last stage has."""
-        found = torch.zeros((), device=self.device)
-        if routers.losses:
-            found += torch.stack(routers.losses).sum() / (self.plan.num_microbatches * self.plan.stage_sizes[-1])
-            routers.losses.clear()
-        dist.all_reduce(found)
-        return found
 
 
 @contextmanager

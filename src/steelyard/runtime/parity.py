@@ -9,14 +9,13 @@ rounding noise in entries near zero grows to the size of a step, while a gradien
 (averaged instead of summed) changes nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim import SGD
 from transformers import PreTrainedModel
@@ -26,7 +25,7 @@ from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import Task
 from steelyard.modules.build import build_model
 from steelyard.modules.freezing import freeze_model
-from steelyard.modules.levers import own_name
+from steelyard.modules.levers.train import own_name
 from steelyard.modules.model_inputs import (
     beside_features,
     decoder_inputs,
@@ -34,7 +33,7 @@ from steelyard.modules.model_inputs import (
     given_samples,
     random_samples,
 )
-from steelyard.modules.updates import LocalUpdates, local_part
+from steelyard.modules.updates import LocalUpdates, local_part, local_slices
 from steelyard.plan.plan import Plan
 from steelyard.runtime.data.tokens import Samples
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
@@ -135,7 +134,8 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
     for step in range(num_steps):
         samples = samples_of_step(chain, num_samples=plan.global_batch, seq_len=plan.seq_len, step=step)
         count = plan.num_microbatches if chain.trains_routers else 1
-        losses = [_backward(model, chain, part, count) for part in _parts(samples, count)]
+        microbatches = zip(samples.inputs.chunk(count), samples.labels.chunk(count), strict=True)
+        losses = [_backward(model, chain, Samples(inputs=one, labels=two), count) for one, two in microbatches]
         found.losses.append(sum(loss for loss, _ in losses))
         found.router_losses += [sum(routers for _, routers in losses)] if chain.trains_routers else []
         found.gradients.append({name: _gradient(p).clone() for name, p in parameters if p.requires_grad})
@@ -144,12 +144,6 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
         optimizer.zero_grad()
     found.weights = {name: p.detach().clone() for name, p in parameters}
     return found
-
-
-def _parts(samples: Samples, count: int) -> Iterator[Samples]:
-    """The microbatches."""
-    for inputs, labels in zip(samples.inputs.chunk(count), samples.labels.chunk(count), strict=True):
-        yield Samples(inputs=inputs, labels=labels)
 
 
 def _backward(model: PreTrainedModel, chain: ModelChain, samples: Samples, count: int) -> tuple[float, float]:
@@ -185,7 +179,7 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
     """
     model = parallelize_plan(plan, seed=seed)
     optimizer = _LocalSGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
-    found, places = Comparison(), _Places(names=reference.names)
+    found, names = Comparison(), reference.names.by_path
     for step in range(num_steps):
         with observe_layers(model) as passed:
             loss = model.train_step(_reader(model, step))
@@ -194,14 +188,14 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
             found.losses.append(loss.item())
         if model.router_loss is not None:
             found.router_losses.append(model.router_loss.item())
-        error, tensor = _largest_difference(model, places, reference.gradients[step], _gradient)
+        error, tensor = _largest_difference(model, names, reference.gradients[step], _gradient)
         if error >= found.gradient_error:
             found.gradient_error, found.gradient_tensor = error, tensor
         found.norms.append(model.clip_gradients(MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
     if num_steps == len(reference.losses):
-        found.weight_error, _ = _largest_difference(model, places, reference.weights, lambda p: p)
+        found.weight_error, _ = _largest_difference(model, names, reference.weights, lambda p: p)
     found.strategies = gather_strategies(model, passed)
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, found)
@@ -226,40 +220,28 @@ def _reader(model: ParallelModel, step: int) -> Callable[[list[int]], Samples]:
     return lambda indices: Samples(inputs=samples.inputs[indices], labels=samples.labels[indices])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Places:
-    """Where this rank's parts of the parameters lie in the tensors of the unmodified model."""
-
-    names: ParameterNames
-    entries: dict[str, Tensor] = field(default_factory=dict)
-    """Of the flattened tensor, by the parameter's path, once asked for."""
-
-    def part(self, path: str, parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> Tensor:
-        """This rank's part of the parameter's tensor among ``tensors``, without communication."""
-        if path not in self.entries:
-            entries = torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape)
-            if isinstance(parameter, DTensor):
-                replicated = DTensor.from_local(entries, parameter.device_mesh, run_check=False)
-                entries = replicated.redistribute(placements=parameter.placements).to_local()
-            self.entries[path] = entries
-        return tensors[self.names.by_path[path]].to(parameter.device).take(self.entries[path])
-
-
 def _largest_difference(
-    model: ParallelModel, places: _Places, expected: dict[str, Tensor], value: Callable[[nn.Parameter], Tensor]
+    model: ParallelModel,
+    names: Mapping[str, str],
+    expected: Mapping[str, Tensor],
+    value: Callable[[nn.Parameter], Tensor],
 ) -> tuple[float, str]:
-    """The largest difference of an entry, as a share of the largest entry of its tensor, and the tensor's name."""
+    """The largest difference of an entry, as a share of the largest entry of its tensor, and the tensor's name.
+
+    ``names`` are those of parameters in the unmodified model, by their path.
+    """
     worst, where = 0.0, ""
     least = SMALL * max(float(each.abs().max()) for each in expected.values() if each.numel())
     for path, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        name = places.names.by_path[path]
+        name = names[path]
         scale = max(expected[name].abs().max().item(), least, 1e-12)
         mine = local_part(value(parameter)).detach()
         if not mine.numel():
             continue
-        error = mine.sub(places.part(path, parameter, expected)).abs().max().item() / scale
+        part = expected[name].reshape(parameter.shape)[local_slices(parameter)].to(mine.device)
+        error = (mine - part).abs().max().item() / scale
         if not error <= worst:
             worst, where = error, name
     return worst, where

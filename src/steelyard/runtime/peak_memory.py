@@ -12,8 +12,8 @@ DTensor makes to learn the shape of a result: tensors without memory.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
@@ -25,10 +25,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
 
-from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode, asks_device, has_parts
+from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode, has_parts
 from steelyard.modules.host_memory import is_on_host
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
@@ -97,39 +96,27 @@ class LiveStorages(FakeOpMode):
         self._events: list[tuple[int, int]] = []
         self._at_peak = 0, self.place
         self._seen = seen
-        self._is_paused = False
-        self._patches = ExitStack()
         for tensor in tensors:
             self._follow(tensor)
 
     def __enter__(self) -> Self:
-        replaced = (
-            (torch.UntypedStorage, "resize_", self._resizing),
-            (ShardingPropagator, "_propagate_tensor_meta_non_cached", self._unseen),
-        )
-        for owner, name, wrap in replaced:
-            self._patches.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+            result = resize(storage, num_bytes)
+            if storage._cdata in self._live:
+                self._set_size(storage._cdata, num_bytes)
+            return result
+
+        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
         return super().__enter__()
 
-    def __exit__(self, *exception: object) -> None:
-        self._patches.close()
-        super().__exit__(*exception)
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Runs the operation and follows what it returns.
-
-        Operations of DTensors are seen as local operations, those of quantized states as operations on their parts.
-        """
-        if asks_device(func, args):
-            return args[0].fake_device
-        if any(map(has_parts, types)):
-            return NotImplemented
+    def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the operation and follows what it returns."""
         if self._seen is None:
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         else:
-            result, _ = self._seen.run(func, args, kwargs or {}, lambda _out: None)
+            result, _ = self._seen.run(func, args, kwargs, lambda _out: None)
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
@@ -167,14 +154,12 @@ class LiveStorages(FakeOpMode):
                 self._terms.setdefault(identity, term)
 
     def _follow(self, tensor: Tensor) -> None:
-        for each in held_tensors(tensor):
-            self._follow_storage(each)
+        for each in held_tensors(tensor) if not self.is_learning else ():
+            # whether it is on the meta device; of a fake one asked without an operation, which ``is_meta`` is there
+            if (each.fake_device.type != "meta") if type(each) is FakeTensor else not each.is_meta:
+                self._follow_storage(each.untyped_storage())
 
-    def _follow_storage(self, tensor: Tensor) -> None:
-        # whether a tensor is on the meta device; of a fake one asked without an operation, which ``is_meta`` is there
-        if self._is_paused or ((tensor.fake_device.type == "meta") if type(tensor) is FakeTensor else tensor.is_meta):
-            return
-        storage = tensor.untyped_storage()
+    def _follow_storage(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
         if is_on_host(storage):
             if key not in self._on_host:
@@ -199,25 +184,6 @@ class LiveStorages(FakeOpMode):
     def _forget(self, key: int) -> None:
         self._set_size(key, 0)
         del self._live[key], self._sizes[key]
-
-    def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        def resize_(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
-            result = resize(storage, num_bytes)
-            if storage._cdata in self._live:
-                self._set_size(storage._cdata, num_bytes)
-            return result
-
-        return resize_
-
-    def _unseen(self, learn: Callable[..., Any]) -> Callable[..., Any]:
-        def learn_unseen(*arguments: Any) -> Any:
-            self._is_paused = True
-            try:
-                return learn(*arguments)
-            finally:
-                self._is_paused = False
-
-        return learn_unseen
 
 
 def held_tensors(tensor: Tensor) -> tuple[Tensor, ...]:

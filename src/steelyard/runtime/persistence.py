@@ -5,7 +5,6 @@ that torchrun has started again goes on from the newest checkpoint of ``--checkp
 """
 
 import json
-import math
 import os
 import signal
 from collections.abc import Iterable, Iterator
@@ -208,16 +207,11 @@ class Persistence:
 def _keep_lines(metrics: Path | None, num_steps: int) -> None:
     """Drops from a file of metrics the steps that will be trained again."""
     if metrics is not None and metrics.is_file():
-        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        write_file(metrics, "".join(line for line in lines if _step_of(line) <= num_steps), "--metrics")
-
-
-def _step_of(line: str) -> float:
-    """The step of a line of metrics; infinite for one that a kill has cut off."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        kept = []
+        for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+            with suppress(ValueError, KeyError, TypeError):  # of a line that a kill has cut off
+                kept += [line] if float(json.loads(line)["step"]) <= num_steps else []
+        write_file(metrics, "".join(kept), "--metrics")
 
 
 def _say(*lines: str) -> None:

@@ -282,7 +282,6 @@ class StageModule(nn.Module):
             batch, self.batches[self._forwards_done] = self.batches[self._forwards_done], batch
         context = LayerContext(
             side=self.side(self._seq_len, self.dtype, inputs[0].device),
-            config=self.side.model_config,
             labels_BS=labels_BS,
             num_targets=self.num_targets,
             decoder_ids=decoder_ids,
@@ -404,7 +403,16 @@ def _build_chunk(
         layers[str(number)] = layer
         if layer.router_loss is not None:
             check_routers(layer, strategy)
-    routers = _routers(model, plan, index, mesh, device) if chain.trains_routers else None
+    routers = None
+    if chain.trains_routers:
+        routers = PartRouters(
+            loss=router_loss_of(model),
+            group=mesh.whole.get_group(),
+            device=device,
+            is_first=index == 0,
+            is_last=index == len(plan.parts) - 1,
+            num_microbatches=plan.num_microbatches,
+        )
     arriving = border(plan, index)[1] if index else None
     leaving = border(plan, index + 1)[0] if index + 1 < len(plan.parts) else None
     _leave_resting_sharded(layers, plan, chain, mesh.stage_index)
@@ -447,21 +455,5 @@ def _leave_resting_sharded(layers: Mapping[str, ChainLayer], plan: Plan, chain: 
         first.set_modules_to_backward_prefetch([first])
 
 
-def _routers(model: PreTrainedModel, plan: Plan, index: int, mesh: PlanMesh, device: torch.device) -> PartRouters:
-    return PartRouters(
-        loss=router_loss_of(model),
-        group=mesh.whole.get_group(),
-        device=device,
-        is_first=index == 0,
-        is_last=index == len(plan.parts) - 1,
-        num_microbatches=plan.num_microbatches,
-    )
-
-
 def _placement(layout: ActivationLayout, mesh: PlanMesh) -> HiddenPlacement:
     return mesh.placement(layout.letters, layout.head_tail_degree)
-
-
-def flow_shapes(plan: Plan, chain: ModelChain, layer: int) -> list[tuple[int, ...]]:
-    """Shapes of all that flows out of a layer for one microbatch, over all ranks: [B, S, H] of a hidden state."""
-    return [(plan.microbatch_samples, *shape) for shape in chain.flow_shapes(layer, plan.seq_len)]

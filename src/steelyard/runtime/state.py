@@ -28,8 +28,8 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.own import OwnSplit
 from steelyard.modules.build import build_meta_model
 from steelyard.modules.layers import build_layer
-from steelyard.modules.levers import own_name
 from steelyard.modules.levers.optimizer import stored, take
+from steelyard.modules.levers.train import own_name
 from steelyard.plan.strategy import Remat
 from steelyard.runtime.parallel_model import ParallelModel
 

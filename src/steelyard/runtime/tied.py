@@ -9,7 +9,7 @@ Costs one more matrix for every copy, with its gradient and optimizer states, an
 gradients and, with several stages, their sum over the stages that hold a copy.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,10 @@ class SharedGradient:
             device = gradients[0].device_mesh.device_type
             _sum_parts([local_part(gradient) for gradient in gradients], self._group, device)
             return
-        for first, *others in _slices(gradients, self._num_slices):
+        num_columns = gradients[0].shape[-1]
+        width = -(-num_columns // self._num_slices)
+        for start in range(0, num_columns, width):
+            first, *others = (_columns(each, start, min(width, num_columns - start)) for each in gradients)
             total = _whole(first)
             for other in others:
                 total += _whole(other)
@@ -68,8 +71,12 @@ class SharedGradient:
                 total.zero_()
             if self._group is not None:
                 dist.all_reduce(total, group=self._group)
-            for each in (first, *others):
-                _keep(each, total)
+            for each in (first, *others):  # which keeps this rank's part of it, without communication
+                part = total
+                if isinstance(each, DTensor):
+                    spread = DTensor.from_local(total, each.device_mesh, run_check=False)
+                    part = spread.redistribute(placements=each.placements).to_local()
+                local_part(each).copy_(part)
 
 
 def find_shared_gradients(plan: Plan, chain: ModelChain, layers: Mapping[str, nn.Module]) -> list[SharedGradient]:
@@ -106,15 +113,11 @@ def _are_alike(plan: Plan, stages: tuple[int, ...]) -> bool:
 
 def _group_across(plan: Plan, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The group of the ranks at the same place in each of the stages, on those ranks; of all where sizes differ."""
-    if not _are_alike(plan, stages):
-        spans = [plan.stages[stage].ranks for stage in stages]
-        ranks = [rank for first, last in spans for rank in range(first, last + 1)]
-        group = dist.new_group(ranks)
-        return group if dist.get_rank() in ranks else None
+    first_and_last = (plan.stages[stage].ranks for stage in stages)
+    spans = [range(first, last + 1) for first, last in first_and_last]
     mine = None
-    for place in range(plan.stages[stages[0]].num_devices):
-        ranks = [plan.stages[stage].ranks[0] + place for stage in stages]
-        group = dist.new_group(ranks)
+    for ranks in zip(*spans, strict=True) if _are_alike(plan, stages) else [sum(map(tuple, spans), ())]:
+        group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
             mine = group
     return mine
@@ -135,16 +138,8 @@ def _sum_parts(parts: list[Tensor], group: dist.ProcessGroup | None, device: str
         other.copy_(first)
 
 
-def _slices(gradients: list[Tensor], num_slices: int) -> Iterator[list[Tensor]]:
-    """The same columns of all gradients, slice by slice; views of this rank's parts."""
-    num_columns = gradients[0].shape[-1]
-    width = -(-num_columns // num_slices)
-    for start in range(0, num_columns, width):
-        yield [_columns(gradient, start, min(width, num_columns - start)) for gradient in gradients]
-
-
 def _columns(gradient: Tensor, start: int, width: int) -> Tensor:
-    """Some columns of a gradient that is divided by rows, or all of them.
+    """Some columns of a gradient that is divided by rows, or all of them; a view of this rank's part.
 
     DTensor's own slicing of a matrix that is sharded twice would gather it first.
     """
@@ -167,11 +162,3 @@ def _whole(gradient: Tensor) -> Tensor:
     if isinstance(gradient, DTensor) and any(not placement.is_replicate() for placement in gradient.placements):
         return gradient.full_tensor().contiguous()
     return local_part(gradient).clone(memory_format=torch.contiguous_format)
-
-
-def _keep(gradient: Tensor, total: Tensor) -> None:
-    """Replaces a gradient by this rank's part of ``total``, without communication."""
-    if isinstance(gradient, DTensor):
-        spread = DTensor.from_local(total, gradient.device_mesh, run_check=False)
-        total = spread.redistribute(placements=gradient.placements).to_local()
-    local_part(gradient).copy_(total)

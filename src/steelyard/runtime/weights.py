@@ -24,8 +24,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
@@ -35,11 +33,11 @@ from steelyard.errors import InvalidCheckpointError, InvalidModelError
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
-from steelyard.modules.levers import first_values, is_added, merged, own_name, reads_base, with_added, write_added
 from steelyard.modules.levers.quantized_base import PARTS
+from steelyard.modules.levers.train import first_values, is_added, merged, own_name, reads_base, with_added, write_added
 from steelyard.modules.prepared import stored_apart
 from steelyard.modules.replicated import activation_dtype
-from steelyard.modules.updates import local_part
+from steelyard.modules.updates import local_part, local_slices, whole_of
 from steelyard.output import command
 from steelyard.plan.plan import Plan
 from steelyard.runtime.checks import export_part
@@ -110,13 +108,10 @@ def stored_parameters(
     own = model.state_dict()
     found: dict[str, list[tuple[str, str | None]]] = {}
     for name in stored:
-        target, pattern = (
-            (name, None)
-            if name in own
-            else renamed_key(
-                name, renamings, converters, base_model_prefix=model.base_model_prefix, meta_state_dict=own
-            )
-        )
+        target, pattern = name, None
+        if name not in own:
+            known = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": own}
+            target, pattern = renamed_key(name, renamings, converters, **known)
         found.setdefault(target, []).append((name, pattern))
     return {
         target: replace(_joined(target, pieces, converters), apart=apart.get(target.rpartition(".")[0], 1))
@@ -141,15 +136,15 @@ def _joined(target: str, pieces: list[tuple[str, str | None]], converters: list[
             hint="load and save the model with transformers under its present names (save_original_format=False)",
         )
     by_pattern = {
-        source: sorted((n for n, p in pieces if p == source), key=_numbers) for source in converter.source_patterns
+        source: sorted(
+            (name for name, each in pieces if each == source),
+            key=lambda name: [int(number) for number in re.findall(r"\d+", name)],
+        )
+        for source in converter.source_patterns
     }
     columns = [names for names in by_pattern.values() if names]
     is_stacked = any(isinstance(each, MergeModulelist) for each in converter.operations)
     return StoredParameter(entries=tuple(zip(*columns, strict=False)), is_stacked=is_stacked)
-
-
-def _numbers(name: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", name))
 
 
 SINGLE_FILE = "model.safetensors"
@@ -157,15 +152,8 @@ INDEX_FILE = "model.safetensors.index.json"
 FILE_BYTES = 2 * 2**30
 """A file is closed when it has this much."""
 _NOT_COMPARED = (
-    *(
-        "architectures",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "_name_or_path",
-        "initializer_range",
-    ),
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path"),
+    *("initializer_range",),
     *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "output_attentions"),
     *("output_hidden_states", "return_dict", "chunk_size_feed_forward", "pretraining_tp", "id2label", "label2id"),
 )
@@ -213,7 +201,7 @@ def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 
                     )
                 local = local_part(parameter.detach())
                 if local.numel():
-                    local.copy_(found.read(folder.tensor, _local_slices(parameter)))
+                    local.copy_(found.read(folder.tensor, local_slices(parameter)))
         for name, module in takers.items():
             module.take(stored[name].read(folder.tensor, tuple(slice(0, size) for size in module.shape)))
     if reads_base(chain):
@@ -231,11 +219,11 @@ def _begin_beside(state: RunState, chain: ModelChain, seed: int) -> None:
     """Gives what levers add first values beside the weights as they are; a collective call of a stage's ranks."""
     model, weights = build_meta_model(chain), state.weights()
     for each in _with_added(weights, chain, model):
-        tensors = {name: _whole(weights[own]) for name, own in each.names.items()}
+        tensors = {name: whole_of(weights[own].detach()) for name, own in each.names.items()}
         found = first_values(model, chain, each.path, tensors, seed=seed, layer=each.layer)
         for name, first in found.items():
             kept = weights[each.names[name]]
-            local_part(kept.detach()).copy_(first[_local_slices(kept)])
+            local_part(kept.detach()).copy_(first[local_slices(kept)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,13 +351,6 @@ def export_weights(
         ) from error
 
 
-def _local_slices(parameter: Tensor) -> tuple[slice, ...]:
-    if not isinstance(parameter, DTensor):
-        return tuple(slice(0, size) for size in parameter.shape)
-    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-
-
 def _tensor_files(path: Path) -> dict[str, str]:
     """The file of every tensor in a folder."""
     index = path / INDEX_FILE
@@ -437,9 +418,10 @@ def _gathered(
             continue
         if name in changed and name not in whole_now:
             each = changed[name]
-            found = merged(model, chain, each.path, {key: _whole(weights[own]) for key, own in each.names.items()})
+            around = {key: whole_of(weights[own].detach()) for key, own in each.names.items()}
+            found = merged(model, chain, each.path, around)
             whole_now = {f"{each.path}.{key}": tensor for key, tensor in found.items()}
-        whole = whole_now[name] if name in changed else _whole(parameter)
+        whole = whole_now[name] if name in changed else whole_of(parameter.detach())
         kept_dtype = dtype if isinstance(parameter, nn.Parameter) else whole.dtype
         num_bytes += whole.numel() * kept_dtype.itemsize
         if name.rpartition(".")[0] in apart:
@@ -451,12 +433,6 @@ def _gathered(
             tensors, num_bytes = {}, 0
     if num_bytes:
         yield tensors
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    """The whole of a tensor; a collective call."""
-    tensor = parameter.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _name_files(part: Path, files: list[tuple[str, dict[str, int]]]) -> None:

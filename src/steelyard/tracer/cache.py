@@ -42,15 +42,9 @@ def cached_trace(
     split from a plan file on which tracing fails.
     """
     if precision == "fp16":  # as wide as bf16, and widths are all that is counted
+        options: dict[str, Any] = {"with_products": with_products, "fp32_adapters": fp32_adapters}
         same = cached_trace(
-            chain,
-            seq_len=seq_len,
-            precision="bf16",
-            degrees=degrees,
-            folder=folder,
-            own=own,
-            with_products=with_products,
-            fp32_adapters=fp32_adapters,
+            chain, seq_len=seq_len, precision="bf16", degrees=degrees, folder=folder, own=own, **options
         )
         return same.model_copy(update={"identity": same.identity.model_copy(update={"precision": precision})})
     path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees, fp32_adapters)}.json"

@@ -6,23 +6,22 @@ PyTorch's own registry, the bytes it reads and writes, the collectives it calls,
 Not counted: work inside an operation that PyTorch does not list in its FLOP registry, and the scratch space of kernels.
 """
 
-import sys
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from types import FrameType
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, _sharding_prop
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import steelyard.modules.experts  # noqa: F401  registers the products that are counted here
 from steelyard.errors import InvalidModelError
-from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode, asks_device, has_parts, look
+from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode
 from steelyard.profiles.profile import Collective
 
 aten = torch.ops.aten
@@ -143,58 +142,36 @@ class OpCounter(FakeOpMode):
         self.counts = OpCounts()
         self.log: list[tuple[int, int]] = []
         self._ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._ignored: set[int] = set()
-        self._next_id = 0
+        self._numbers = count()
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Logs the storages of these tensors as present from now on."""
-        for tensor in tensors:
-            self._register(tensor)
+        """Logs the storages of these tensors as present from now on, where they have no number yet."""
+        for storage in (_local(tensor).untyped_storage() for tensor in tensors):
+            if storage not in self._ids:
+                key, size = next(self._numbers), storage.nbytes()
+                self._ids[storage] = key
+                self.log.append((key, size))
+                weakref.finalize(storage, self.log.append, (key, -size))
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Leaves the storages of these tensors (parameters, shared inputs) out of the log."""
         for tensor in tensors:
-            storage = _local(tensor).untyped_storage()
-            self._ids[storage] = self._fresh_id()
-            self._ignored.add(self._ids[storage])
+            self._ids[_local(tensor).untyped_storage()] = next(self._numbers)
 
     def storage_ids(self, tensors: Iterable[Tensor]) -> set[int]:
         """The ids under which the storages of these tensors stand in the log."""
         storages = [_local(tensor).untyped_storage() for tensor in tensors]
         return {self._ids[storage] for storage in storages if storage in self._ids}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Runs the operation and counts it; those of DTensors and 8-bit tensors unfold into plain ones first."""
-        if asks_device(func, args):
-            return args[0].fake_device  # what the fake mode would say
-        if any(map(has_parts, types)):
-            return NotImplemented
-        kwargs = kwargs or {}
-        if _is_bookkeeping(func):
-            looks = look(func, args, kwargs)
-            seen = None if looks is None else self._seen.find(looks[0])
-            return func(*args, **kwargs) if seen is None or looks is None else seen.again(looks[1])
+    def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the operation and counts it, unless it asks about a tensor."""
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
         out, effect = self._seen.run(func, args, kwargs, lambda out: _effect(func, args, kwargs, out))
-        self.counts.add(effect)
-        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._register(leaf)
+        if not self.is_learning:
+            self.counts.add(effect)
+            self.watch(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
         return out
-
-    def _register(self, tensor: Tensor) -> None:
-        storage = _local(tensor).untyped_storage()
-        if storage in self._ids:
-            return
-        key, size = self._fresh_id(), storage.nbytes()
-        self._ids[storage] = key
-        self.log.append((key, size))
-        weakref.finalize(storage, self.log.append, (key, -size))
-
-    def _fresh_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
 
 
 def live_bytes(log: list[tuple[int, int]], *, without: set[int]) -> list[int]:
@@ -205,18 +182,6 @@ def live_bytes(log: list[tuple[int, int]], *, without: set[int]) -> list[int]:
             total += size
         history.append(total)
     return history
-
-
-def _is_bookkeeping(func: Any) -> bool:
-    """Whether an operation asks about a tensor, or is DTensor trying out shapes on whole tensors of its own."""
-    if func.namespace == "prim":
-        return True
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_filename == _sharding_prop.__file__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCounts:

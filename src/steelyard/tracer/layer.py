@@ -33,7 +33,8 @@ from steelyard.modules.layers import (
     shared_inputs_of,
     tensors_of,
 )
-from steelyard.modules.levers import added_that_read, cast_added, change_layer
+from steelyard.modules.levers import change_layer
+from steelyard.modules.levers.train import added_that_read, cast_added
 from steelyard.modules.model_inputs import blank_samples, decoder_inputs
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
 from steelyard.modules.pieces import SharedInputs, ShellPiece
@@ -225,11 +226,13 @@ def run_layer(traced: TracedLayer, layer: ChainLayer, samples: int, side: Shared
     context, flow = _inputs(traced, samples, side)
     labels = context.labels_BS if traced.role is LayerRole.HEAD else None
     beside = [each for part in getattr(layer.run_alone, "beside", ()) for each in part.buffers()]
+    blocks = [traced.layer - 1] if traced.role is LayerRole.BLOCK else []
+    read = [each for batch in context.batch.values() for each in tensors_of_batch(batch, blocks)]
     return count_passes(
         layer,
         lambda: tensors_of(layer(flow, context)),
         inputs=tensors_of(flow),
-        constants=[*side.tensors(), *_samples_of(traced, context), *beside],
+        constants=[*side.tensors(), *read, *beside],
         label_bytes=0 if labels is None else labels.nbytes,
         all_inputs=not traced.chain.type_of(traced.layer).needs_gradient,
         seen=traced.seen,
@@ -319,7 +322,6 @@ def _inputs(traced: TracedLayer, samples: int, side: SharedInputs) -> tuple[Laye
     first, labels = blank_samples(chain, samples, seq_len)
     context = LayerContext(
         side=side,
-        config=model.config,
         labels_BS=labels,
         num_targets=labels.numel(),
         decoder_ids=decoder_inputs(labels, model.config, chain.features) if chain.family.task.has_two_lists else None,
@@ -327,21 +329,14 @@ def _inputs(traced: TracedLayer, samples: int, side: SharedInputs) -> tuple[Laye
     )
     if traced.layer == 0:
         return context, first.to(traced.dtype) if first.is_floating_point() else first
-    parts = traced.strategy.sequence_degree
-    shapes = [
-        (shape[0] // parts, *shape[1:]) if parts > 1 else shape for shape in chain.read_shapes(traced.layer, seq_len)
-    ]
-    types = chain.read_types(traced.layer)
-    needed = chain.type_of(traced.layer).needs_gradient or tuple(not whole for whole in types)
+    parts, read = traced.strategy.sequence_degree, chain.read(traced.layer, seq_len)
+    needed = chain.type_of(traced.layer).needs_gradient or tuple(not each.whole for each in read)
     streams = (
-        torch.empty((samples, *shape), dtype=getattr(torch, whole) if whole else traced.dtype, requires_grad=each)
-        for shape, whole, each in zip(shapes, types, needed, strict=True)
+        torch.empty(
+            (samples, each.shape[0] // parts, *each.shape[1:]) if parts > 1 else (samples, *each.shape),
+            dtype=getattr(torch, each.whole) if each.whole else traced.dtype,
+            requires_grad=is_needed,
+        )
+        for each, is_needed in zip(read, needed, strict=True)
     )
     return context, as_flow(tuple(streams))
-
-
-def _samples_of(traced: TracedLayer, context: LayerContext) -> Iterator[Tensor]:
-    """The samples that a layer of a user's own module reads, and what it is given beside what flows."""
-    blocks = [traced.layer - 1] if traced.role is LayerRole.BLOCK else []
-    for batch in context.batch.values():
-        yield from tensors_of_batch(batch, blocks)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import transformers
@@ -26,18 +27,16 @@ from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.strategy import Remat
 from steelyard.precision import LayerPrecision
 from steelyard.profiles.profile import (
-    Collective,
     CollectiveCount,
     LayerProfile,
     Profile,
     ProfileIdentity,
     Recomputation,
-    Shape,
     Work,
 )
 from steelyard.profiles.shapes import DIMS, Affine, AttentionCall, Dim, Product
 from steelyard.tracer.counting import OpCounts, Operations, SeenProduct
-from steelyard.tracer.layer import Observation, TracedLayer, fake_world, observe
+from steelyard.tracer.layer import CountedLayer, TracedLayer, fake_world, observe
 from steelyard.tracer.packaged import legal_shapes
 
 
@@ -86,9 +85,6 @@ def _growing(few: SeenProduct, many: SeenProduct) -> Dim | None:
 SIZES = (2, 8)
 """Samples per rank at which a layer is traced. Sequence parallelism scatters a single sample without a copy."""
 
-_Direction = Callable[[Observation], OpCounts]
-_Line = Callable[[Callable[[Observation], float]], Affine]
-
 
 def trace(
     chain: ModelChain,
@@ -104,8 +100,32 @@ def trace(
     ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` is as `TracedLayer` has it.
     A degree that does not divide a layer type's sizes is left out for that layer type.
     """
+    model = build_meta_model(chain) if own is None else own.without_values()
+    prepare_model(model, chain)
+    layers: list[LayerProfile] = []
+    seen = Operations()
     with _collector_paused():
-        layers = _trace_layers(chain, seq_len, precision, sorted(set(degrees) | {1}), own, fp32_adapters)
+        for degree in sorted({1, *degrees}):
+            with fake_world(degree) as mesh:
+                for number, layer_type in enumerate(chain.layer_types):
+                    places = [layer for layer in range(chain.num_layers) if chain.layers[layer] == number]
+                    layers += [
+                        _profile(
+                            TracedLayer(
+                                chain=chain,
+                                layer=places[min(1, len(places) - 1)],
+                                seq_len=seq_len,
+                                precision=precision,
+                                mesh=mesh,
+                                strategy=strategy,
+                                model=model,
+                                fp32_adapters=fp32_adapters,
+                                seen=seen,
+                            ),
+                            layer_type,
+                        )
+                        for strategy in legal_shapes(layer_type, degree, seq_len)
+                    ]
     return Profile(
         identity=ProfileIdentity(
             method="traced",
@@ -136,140 +156,92 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _trace_layers(
-    chain: ModelChain,
-    seq_len: int,
-    precision: LayerPrecision,
-    degrees: list[int],
-    own: OwnModel | None,
-    fp32_adapters: bool,
-) -> list[LayerProfile]:
-    model = build_meta_model(chain) if own is None else own.without_values()
-    prepare_model(model, chain)
-    layers: list[LayerProfile] = []
-    seen = Operations()
-    for degree in degrees:
-        with fake_world(degree) as mesh:
-            for number, layer_type in enumerate(chain.layer_types):
-                for strategy in legal_shapes(layer_type, degree, seq_len):
-                    places = [layer for layer in range(chain.num_layers) if chain.layers[layer] == number]
-                    traced = TracedLayer(
-                        chain=chain,
-                        layer=places[min(1, len(places) - 1)],
-                        seq_len=seq_len,
-                        precision=precision,
-                        mesh=mesh,
-                        strategy=strategy,
-                        model=model,
-                        fp32_adapters=fp32_adapters,
-                        seen=seen,
-                    )
-                    layers.append(_profile(traced, layer_type))
-    return layers
-
-
 def _profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
     """What is seen of a layer; of one with experts also where ranks divide them."""
-    heads = dict(layer_type.tp_divides)
-    queries = heads.get(QUERY_HEADS, 1)
-    shape, degree = traced.strategy.shape, traced.strategy.tensor_degree
-    served = queries / max(heads.get(KV_HEADS, queries), min(degree, queries))
-
-    def seen(of: TracedLayer) -> LayerProfile:
-        return layer_profile(layer_type.name, shape, observe(of, SIZES), queries_of_a_key=served)
-
-    layer = seen(traced)
+    layer = _layer_profile(traced, layer_type)
     if not layer_type.num_experts:
         return layer
-    even, twice = (seen(replace(traced, exchanged=share)) for share in (1.0, 2.0))
+    even, twice = (_layer_profile(replace(traced, exchanged=share), layer_type) for share in (1.0, 2.0))
     return layer.model_copy(update={"divided_experts": (even, twice)})
 
 
-def layer_profile(
-    layer_type: str, shape: Shape, observations: list[Observation], *, queries_of_a_key: float = 1.0
-) -> LayerProfile:
-    """The profile of a layer type in a shape from one observation at each of `SIZES` samples.
+def _layer_profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
+    """The profile of a layer from one observation at each of `SIZES` samples."""
+    few, many = observe(traced, SIZES)
+    heads = dict(layer_type.tp_divides)
+    queries = heads.get(QUERY_HEADS, 1)
+    served = queries / max(heads.get(KV_HEADS, queries), min(traced.strategy.tensor_degree, queries))
+    """Query heads that each key-value head serves."""
 
-    ``queries_of_a_key`` is how many query heads each key-value head serves.
-    """
+    def line(value: Callable[[CountedLayer], float]) -> Affine:
+        return _line(value(few.plain), value(many.plain))
 
-    def line(value: Callable[[Observation], float]) -> Affine:
-        low, high = (value(observation) for observation in observations)
-        slope = (high - low) / (SIZES[1] - SIZES[0])
-        return Affine(constant=low - slope * SIZES[0], per_sample=slope)
-
-    def forward(of: Observation) -> OpCounts:
-        return of.plain.forward
-
-    def backward(of: Observation) -> OpCounts:
-        return of.plain.backward
+    def repeated_bytes(counts: OpCounts) -> float:
+        """What a kernel with a mask reads of keys and values beyond what the layer makes: once for every query head."""
+        query_bytes = (counts.attention_bytes - counts.key_value_bytes) / 2
+        return 0.0 if counts.key_value_bytes < 2 * query_bytes else counts.key_value_bytes * (1 - 1 / served)
 
     return LayerProfile(
-        kind=layer_type,
-        degrees=dict(shape),
-        **observations[0].held,
-        forward=_work(forward, observations, line),
-        backward=_work(backward, observations, line),
-        forward_collectives=_collectives(forward, observations, line),
-        backward_collectives=_collectives(backward, observations, line),
-        saved_bytes=line(lambda o: o.plain.saved_bytes),
-        input_bytes=line(lambda o: o.plain.input_bytes),
-        key_value_bytes=line(lambda o: forward(o).key_value_bytes - _repeated_bytes(forward(o), queries_of_a_key)),
-        attention_bytes=line(lambda o: forward(o).attention_bytes - _repeated_bytes(forward(o), queries_of_a_key)),
-        square_flop=line(lambda o: forward(o).square_flop),
-        forward_transient_bytes=line(lambda o: o.plain.forward_peak_bytes - o.plain.saved_bytes),
-        backward_transient_bytes=line(lambda o: o.plain.backward_peak_bytes - o.plain.saved_bytes),
-        adapter_inputs=line(lambda o: o.plain.adapter_inputs),
-        shared_adapter_inputs=line(lambda o: o.plain.shared_adapter_inputs),
-        recomputations=tuple(_recomputation(remat, observations, line) for remat in observations[0].recomputed),
+        kind=layer_type.name,
+        degrees=dict(traced.strategy.shape),
+        **few.held,
+        forward=_work(few.plain.forward, many.plain.forward),
+        backward=_work(few.plain.backward, many.plain.backward),
+        forward_collectives=_collectives(few.plain.forward, many.plain.forward),
+        backward_collectives=_collectives(few.plain.backward, many.plain.backward),
+        saved_bytes=line(lambda of: of.saved_bytes),
+        input_bytes=line(lambda of: of.input_bytes),
+        key_value_bytes=line(lambda of: of.forward.key_value_bytes - repeated_bytes(of.forward)),
+        attention_bytes=line(lambda of: of.forward.attention_bytes - repeated_bytes(of.forward)),
+        square_flop=line(lambda of: of.forward.square_flop),
+        forward_transient_bytes=line(lambda of: of.forward_peak_bytes - of.saved_bytes),
+        backward_transient_bytes=line(lambda of: of.backward_peak_bytes - of.saved_bytes),
+        adapter_inputs=line(lambda of: of.adapter_inputs),
+        shared_adapter_inputs=line(lambda of: of.shared_adapter_inputs),
+        recomputations=tuple(
+            Recomputation(
+                remat="full" if remat is Remat.FULL else "selective",
+                work=_work(one.work, many.recomputed[remat].work),
+                collectives=_collectives(one.work, many.recomputed[remat].work),
+                **_lines(one, many.recomputed[remat], _RECOMPUTED),
+            )
+            for remat, one in few.recomputed.items()
+        ),
     )
 
 
-def _repeated_bytes(counts: OpCounts, queries_of_a_key: float) -> float:
-    """What a kernel with a mask reads of keys and values beyond what the layer makes: once for every query head."""
-    query_bytes = (counts.attention_bytes - counts.key_value_bytes) / 2
-    if counts.key_value_bytes < 2 * query_bytes:
-        return 0.0
-    return counts.key_value_bytes * (1 - 1 / queries_of_a_key)
+_RECOMPUTED = ("saved_bytes", "forward_transient_bytes", "backward_transient_bytes")
+_SUMS = ("matmul_flop", "low_precision_flop", "attention_flop", "matmul_bytes", "memory_bytes")
 
 
-def _recomputation(remat: Remat, observations: list[Observation], line: _Line) -> Recomputation:
-    return Recomputation(
-        remat="full" if remat is Remat.FULL else "selective",
-        work=_work(lambda o: o.recomputed[remat].work, observations, line),
-        collectives=_collectives(lambda o: o.recomputed[remat].work, observations, line),
-        saved_bytes=line(lambda o: o.recomputed[remat].saved_bytes),
-        forward_transient_bytes=line(lambda o: o.recomputed[remat].forward_transient_bytes),
-        backward_transient_bytes=line(lambda o: o.recomputed[remat].backward_transient_bytes),
-    )
+def _line(low: float, high: float) -> Affine:
+    slope = (high - low) / (SIZES[1] - SIZES[0])
+    return Affine(constant=low - slope * SIZES[0], per_sample=slope)
 
 
-def _work(direction: _Direction, observations: list[Observation], line: _Line) -> Work:
+def _lines(few: object, many: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: _line(getattr(few, name), getattr(many, name)) for name in names}
+
+
+def _work(few: OpCounts, many: OpCounts) -> Work:
     return Work(
-        matmul_flop=line(lambda o: direction(o).matmul_flop),
-        low_precision_flop=line(lambda o: direction(o).low_precision_flop),
-        attention_flop=line(lambda o: direction(o).attention_flop),
-        matmul_bytes=line(lambda o: direction(o).matmul_bytes),
-        expert_weight_bytes=direction(observations[0]).expert_weight_bytes,
-        memory_bytes=line(lambda o: direction(o).memory_bytes),
-        num_kernels=direction(observations[0]).num_kernels,
-        products=folded_products(*(direction(o).products for o in observations), samples=SIZES),
+        **_lines(few, many, _SUMS),
+        expert_weight_bytes=few.expert_weight_bytes,
+        num_kernels=few.num_kernels,
+        products=folded_products(few.products, many.products, samples=SIZES),
         attention=tuple(
             AttentionCall(
                 heads=each.rows / SIZES[0],
                 count=count,
                 **{name: value for name, value in each._asdict().items() if name != "rows"},
             )
-            for each, count in Counter(direction(observations[0]).attention).items()
+            for each, count in Counter(few.attention).items()
         ),
     )
 
 
-def _collectives(direction: _Direction, observations: list[Observation], line: _Line) -> tuple[CollectiveCount, ...]:
-    def num_bytes(collective: Collective) -> Affine:
-        return line(lambda o: sum(direction(o).collectives[collective]))
-
+def _collectives(few: OpCounts, many: OpCounts) -> tuple[CollectiveCount, ...]:
     return tuple(
-        CollectiveCount(kind=collective, count=len(calls), tensor_bytes=num_bytes(collective))
-        for collective, calls in sorted(direction(observations[0]).collectives.items())
+        CollectiveCount(kind=each, count=len(calls), tensor_bytes=_line(sum(calls), sum(many.collectives[each])))
+        for each, calls in sorted(few.collectives.items())
     )

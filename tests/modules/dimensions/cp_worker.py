@@ -129,7 +129,6 @@ def divided(case: Case) -> tuple[float, dict[str, Tensor]]:
     side = shared_inputs_of(layers, model, chain, torch.device("cpu"))
     context = LayerContext(
         side=side(case.seq_len, torch.float32, torch.device("cpu")),
-        config=model.config,
         labels_BS=labels,
         num_targets=labels.numel(),
     )

@@ -50,7 +50,7 @@ def counted(
     with fake_ranks(rank, degree) as mesh, FakeTensorMode(allow_non_fake_inputs=False):
         make_fake(layer, torch.float32)
         side = shared_inputs(SEQ_LEN, torch.float32, torch.device("cpu"))
-        context = LayerContext(side=side, config=model.config)
+        context = LayerContext(side=side)
         constants = side.tensors()
         if degree > 1:
             apply_context_parallel(layer, mesh, method)

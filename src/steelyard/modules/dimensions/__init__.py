@@ -22,7 +22,9 @@ def _leave_whole(_layer: ChainLayer, _chain: ModelChain, _strategy: Strategy, _r
 
 
 TWINS: dict[str, Callable[[ChainLayer, ModelChain, Strategy, DeviceMesh], None]] = {
-    **{"tp": tp.divide, "cp": cp.divide, "ep": ep.divide},
+    "tp": lambda layer, chain, how, mesh: tp.apply_tensor_parallel(layer, chain, mesh, sp=bool(how.mode("sp"))),
+    "cp": lambda layer, _, how, mesh: cp.apply_context_parallel(layer, mesh, str(how.mode("cp_method"))),
+    "ep": lambda layer, _, _strategy, mesh: ep.apply_expert_parallel(layer, mesh),
     **{"dp": _leave_whole, "fsdp": _leave_whole},
 }
 """How a dimension divides a layer's modules in place, by its name, in the order in which they do: given the strategy

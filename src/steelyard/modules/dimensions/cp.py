@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from steelyard.errors import InvalidModelError
-from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.modules.context_attention import (
     DIVISION,
@@ -32,7 +31,6 @@ from steelyard.modules.context_attention import (
 )
 from steelyard.modules.layers import BlockLayer, ChainLayer, EmbeddingLayer, Flow, LayerContext
 from steelyard.modules.pieces import PerSample, SharedInputs
-from steelyard.plan.strategy import Strategy
 
 
 def apply_context_parallel(layer: ChainLayer, mesh: DeviceMesh, method: str) -> None:
@@ -72,7 +70,6 @@ def own_context(context: LayerContext, mesh: DeviceMesh) -> LayerContext:
     if share not in context.own:
         context.own[share] = LayerContext(
             side=_own_side(context.side, mesh),
-            config=context.config,
             labels_BS=None if context.labels_BS is None else local_tokens(context.labels_BS, SEQUENCE_DIM, mesh),
             num_targets=context.num_targets,
             logits=context.logits,
@@ -94,11 +91,6 @@ def _own_side(side: SharedInputs, mesh: DeviceMesh) -> SharedInputs:
         position_ids=own(side.position_ids),
         arguments={name: pytree.tree_map(own_argument, side.arguments[name], dims[name]) for name in dims},
     )
-
-
-def divide(layer: ChainLayer, _chain: ModelChain, strategy: Strategy, mesh: DeviceMesh) -> None:
-    """Divides a layer as a strategy says, in place."""
-    apply_context_parallel(layer, mesh, str(strategy.mode("cp_method")))
 
 
 def _is_divisible(module: nn.Module) -> bool:

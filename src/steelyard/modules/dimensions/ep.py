@@ -38,11 +38,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from steelyard.errors import InvalidModelError, InvalidPlanError
-from steelyard.model.chain import ModelChain
 from steelyard.modules.experts import Reordered, compute_pairs, even_dim, inverse, routed_experts
 from steelyard.modules.layers import ChainLayer
 from steelyard.modules.updates import local_part
-from steelyard.plan.strategy import Strategy
 
 
 def apply_expert_parallel(layer: ChainLayer, mesh: DeviceMesh) -> None:
@@ -216,8 +214,3 @@ def take_imbalance(layers: Mapping[str, ChainLayer]) -> dict[str, float]:
 
 def _divided(layer: nn.Module) -> list[nn.Module]:
     return [each for each in routed_experts(layer) if isinstance(getattr(each, "compute_pairs", None), ExpertExchange)]
-
-
-def divide(layer: ChainLayer, _chain: ModelChain, _strategy: Strategy, mesh: DeviceMesh) -> None:
-    """Divides a layer's experts, in place."""
-    apply_expert_parallel(layer, mesh)

@@ -1,7 +1,6 @@
 """The twin of float8: linear layers of blocks as torchao's ``Float8Linear``, with the same parameters."""
 
 from functools import partial
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -51,13 +50,3 @@ def change_layer(_lever: Float8, layer: nn.Module) -> None:
     for each in layer.modules():
         if hasattr(each, "linear_mm_config") and not _fits(each):
             each.__class__ = nn.Linear
-
-
-def begin_filling(module: nn.Module) -> nn.Module:
-    """The module itself, whose parameters are as in the unmodified model."""
-    return module
-
-
-def fill_added(_lever: Float8, _model: nn.Module, _path: str, module: nn.Module, **_others: Any) -> nn.Module:
-    """The module itself, to which nothing is added."""
-    return module

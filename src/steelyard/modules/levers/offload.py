@@ -39,6 +39,8 @@ class OffloadedAdamW(TorchOptimizer):
         """Updates the parameters that have a gradient."""
         assert closure is None, "the loss is computed before"
         buffers: dict[torch.device, Tensor] = {}
+        parts = (local_part(each).numel() for group in self.param_groups for each in group["params"])
+        chunk = min(CHUNK, max(parts, default=0))  # entries of a moment that are on the device at a time
         for group in self.param_groups:
             for parameter in (each for each in group["params"] if each.grad is not None):
                 state = self.state[parameter]
@@ -47,16 +49,10 @@ class OffloadedAdamW(TorchOptimizer):
                     state |= {slot: _on_host(parameter) for slot in _SLOTS}
                 state["step"] += 1
                 if parameter.device not in buffers:
-                    buffers[parameter.device] = torch.empty((2, self._chunk), device=parameter.device)
+                    buffers[parameter.device] = torch.empty((2, chunk), device=parameter.device)
                 self._update(parameter, state, buffers[parameter.device], group)
         for device in (each for each in buffers if each.type == "cuda"):
             torch.cuda.current_stream(device).synchronize()
-
-    @property
-    def _chunk(self) -> int:
-        """Entries of a moment that are on the device at a time."""
-        parts = (local_part(each).numel() for group in self.param_groups for each in group["params"])
-        return min(CHUNK, max(parts, default=0))
 
     def _update(self, parameter: nn.Parameter, state: dict[str, Tensor], buffer: Tensor, group: dict[str, Any]) -> None:
         of_entries = parameter, *(state[slot] for slot in _SLOTS)

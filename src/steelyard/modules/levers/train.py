@@ -70,7 +70,8 @@ def config_of(lever: Train, model: PreTrainedModel) -> Any:
         name = next((each for each in (key, f"{lever.kind}_{key}", f"use_{key}") if each in fields), None)
         if name is None:
             raise _refused(key, f"a setting of {config_class.__name__}: {', '.join(fields)}", nearest(key, fields))
-        values[name] = _value(text, fields[name])
+        is_list = "list" in fields[name].lower() and text not in ("true", "false")
+        values[name] = [_scalar(each) for each in text.split("+")] if is_list else _scalar(text)
     stacked = [name for name, each in model.named_parameters() if each.ndim == _STACKED_DIMS]
     for target in values.get("target_parameters") or ():
         if not any(f".{name}".endswith(f".{target}") for name in stacked):
@@ -102,13 +103,8 @@ def lever_of(config: Any) -> Train:
         default = field.default_factory() if callable(field.default_factory) else field.default
         if name == "target_modules" or (value == default and not (kind == LORA and name in ("r", "lora_alpha"))):
             continue
-        parts = (
-            sorted(value)
-            if isinstance(value, set | frozenset)
-            else value
-            if isinstance(value, list | tuple)
-            else [value]
-        )
+        are_several = isinstance(value, list | tuple | set | frozenset)
+        parts = sorted(value) if isinstance(value, set | frozenset) else value if are_several else [value]
         if not all(isinstance(each, str | int | float) for each in parts):
             raise _refused(f"{name}={value!r}", "a word, a number or a list of them", "leave the setting out")
         words = (str(each).lower() if isinstance(each, bool) else str(each) for each in parts)
@@ -138,13 +134,6 @@ def changed_by_user(model: nn.Module) -> tuple[PreTrainedModel, Train] | None:
     if not any(each.requires_grad for each in model.parameters()):
         raise _refused("adapters without gradients", "adapters to train", "load them with is_trainable=True")
     return model.get_base_model(), lever
-
-
-def _value(text: str, annotation: str) -> Any:
-    """What a text says, in the type of a field; lists are joined by +."""
-    if "list" in annotation.lower() and text not in ("true", "false"):
-        return [_scalar(each) for each in text.split("+")]
-    return _scalar(text)
 
 
 def _scalar(text: str) -> Any:
@@ -206,18 +195,22 @@ def _inject(lever: Train, config: Any, path: str, module: nn.Module, model_type:
     return root
 
 
-def entered(module: nn.Module) -> Iterator[nn.Module]:
-    """The parts of adapters in a module that inputs of linear layers enter."""
+def added_that_read(module: nn.Module) -> Iterator[nn.Module]:
+    """The parts of adapters in a module that read what linear layers read."""
     return (each.lora_A[_NAME] for _, each in adapted(module) if _NAME in getattr(each, "lora_A", {}))
 
 
-def cast(lever: Train, module: nn.Module) -> None:
-    """Casts adapters in a module to fp32, in place, as peft does with them in a model (``autocast_adapter_dtype``)."""
+def _lever(chain: ModelChain) -> Train:
+    return next(change for change in chain.changes if isinstance(change, Train))
+
+
+def cast_added(layer: nn.Module, chain: ModelChain) -> None:
+    """Casts adapters in a layer to fp32, in place, as peft does with them in a model (``autocast_adapter_dtype``)."""
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.utils import PeftType
 
-    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(lever.kind.upper())]
-    tuner._cast_adapter_dtype(SimpleNamespace(model=module), _NAME)
+    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(_lever(chain).kind.upper())]
+    tuner._cast_adapter_dtype(SimpleNamespace(model=layer), _NAME)
 
 
 @contextmanager
@@ -256,8 +249,7 @@ def _check(lever: Train, model: PreTrainedModel, chain: ModelChain, names: set[s
                         )
     for shared in chain.shared:
         for layer, path in shared.copies:
-            local, _, rest = path.partition(".")
-            owner = model.get_submodule(f"{chain.family.modules(layer)[local]}.{rest}".rpartition(".")[0])
+            owner = model.get_submodule(chain.split.model_path(layer, path).rpartition(".")[0])
             if any(True for _ in adapted(owner)):
                 raise _refused(
                     f"{lever} at {path}, which several layers share",
@@ -359,23 +351,32 @@ def own_name(name: str) -> str:
     return name if is_added(name) else ".".join(part for part in name.split(".") if part not in _BASES)
 
 
-def names_inside(module: nn.Module) -> Iterator[str]:
-    """The paths in a module of what is saved of peft's modules in it, and of those that they stand around."""
-    for path, each in adapted(module):
-        yield from (f"{path}.{name}".removeprefix(".") for name in each.state_dict())
+def with_added(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, tuple[str, ...]]:
+    """The modules of a layer with adapters in them, by path: the paths inside of what is saved of peft's modules."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path in sorted({*chain.family.modules(layer).values()} - {*chain.split.holders}) if chain.has_adapters else ():
+        parts = adapted(model.get_submodule(path))
+        inside = tuple(f"{at}.{name}".removeprefix(".") for at, each in parts for name in each.state_dict())
+        found |= {path: inside} if inside else {}
+    return found
+
+
+def reads_base(chain: ModelChain) -> bool:
+    """Whether first values of adapters depend on what they are beside."""
+    return chain.has_adapters and not _lever(chain).is_plain
 
 
 def first_values(
-    lever: Train, model: PreTrainedModel, path: str, tensors: Mapping[str, Tensor], *, seed: int, layer: int
+    model: PreTrainedModel, chain: ModelChain, path: str, tensors: Mapping[str, Tensor], *, seed: int, layer: int
 ) -> dict[str, Tensor]:
-    """What adapters in a module of a layer begin with beside the base among these tensors, all by `names_inside`."""
-    module = _around(lever, model, path, tensors, seed=seed, layer=layer)
+    """What adapters in a module of a layer begin with beside the base among these tensors, all by `with_added`."""
+    module = _around(_lever(chain), model, path, tensors, seed=seed, layer=layer)
     return {name: tensor for name, tensor in module.state_dict().items() if name in tensors and is_added(name)}
 
 
-def merged(lever: Train, model: PreTrainedModel, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The base of a module of a layer with adapters in it, by the names in the unmodified module; of `names_inside`."""
-    module = _around(lever, model, path, tensors, seed=0, layer=0)
+def merged(model: PreTrainedModel, chain: ModelChain, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The base of a module of a layer with adapters in it, by the names in the unmodified module; of `with_added`."""
+    module = _around(_lever(chain), model, path, tensors, seed=0, layer=0)
     module.load_state_dict({name: tensor for name, tensor in tensors.items() if is_added(name)}, strict=False)
     found: dict[str, Tensor] = {}
     for inside, each in list(adapted(module)):
@@ -403,9 +404,11 @@ def _around(
     return fill_added(lever, model, path, module, seed=seed, layer=layer, is_new=True)
 
 
-def write_added(lever: Train, folder: Path, files: Sequence[Path], model: PreTrainedModel, name: str) -> None:
-    """Makes of files with adapters the folder that `peft.PeftModel.from_pretrained` reads."""
+def write_added(folder: Path, files: Sequence[Path], model: PreTrainedModel, chain: ModelChain) -> None:
+    """Makes of files with adapters of an unmodified model the folder that `peft.PeftModel.from_pretrained` reads."""
     from peft import get_peft_model_state_dict
+
+    lever = _lever(chain)
 
     tensors = {f"{_ROOT}.{key}": tensor for file in files for key, tensor in load_file(file).items()}
     for file in files:
@@ -416,7 +419,7 @@ def write_added(lever: Train, folder: Path, files: Sequence[Path], model: PreTra
         config.fan_in_fan_out = used.fan_in_fan_out  # as peft found the layers
     named = get_peft_model_state_dict(root, tensors, adapter_name=_NAME, save_embedding_layers=False)
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config.base_model_name_or_path, config.inference_mode = name, True
+    config.base_model_name_or_path, config.inference_mode = chain.name, True
     config.save_pretrained(folder)
 
 
