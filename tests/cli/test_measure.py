@@ -122,7 +122,7 @@ def test_paths_with_brackets_are_printed_whole(run: Run, path: Path, launched: l
     folder = tmp_path / "runs [bold]"
     output = run("measure", path, "--alternatives", "--folder", folder, "-o", tmp_path / "[red].json").output
     assert f"Plans and records are in {folder}/" in output
-    assert f"written to {tmp_path / '[red].json'}\n" in output
+    assert f"written to {tmp_path / '[red].json'}. Next:\n" in output
     assert f"--calibrate {quote(str(folder / 'record.2.json'))}" in output
 
 

@@ -67,7 +67,7 @@ def test_a_profile_of_one_process_plans_for_four_with_the_links_of_a_cluster_fil
     assert measured.exit_code == 0, measured.output
     assert "clusters of any number of nodes and devices" in measured.output
     options = ("--cluster", tmp_path / "cluster.yaml", "--memory", "1GiB", "--global-batch", 8)
-    planned = run("plan", *job, *options, "--profile", tmp_path / "profile.json", "-o", tmp_path / "plan.json")
+    planned = run("plan", *job, *options, "-v", "--profile", tmp_path / "profile.json", "-o", tmp_path / "plan.json")
     assert planned.exit_code == 0, planned.output
     plan = read_plan(tmp_path / "plan.json")
     assert plan.num_devices == 4
