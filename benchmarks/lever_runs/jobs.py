@@ -76,6 +76,19 @@ _ANY = "h200-141gb"
 _ADAPTERS = ("lora", "qlora", "rslora", "dora", "lora+embeddings")
 _KINDS: Mapping[str, str] = {"bone": "miss"}
 """Kinds of adapters that peft has under another name by now."""
+_SAME_PRODUCTS: Mapping[str, tuple[str, str]] = {
+    **{kind: ("lora", "r") for kind in ("bdlora", "lily", "unilora", "vblora")},
+    "adalora": ("lora", "init_r"),
+    "waveft": ("fourierft", "n_frequency"),
+}
+"""Kinds of adapters that the runtime refuses, by one of the same products, and the setting that has its rank. What few
+parameters their matrices are made of is left out, as is the mask of one (AdaLoRA) and its loss of orthogonality."""
+_PROMPTS = ("prompt_tuning", "p_tuning", "prefix_tuning")
+"""Kinds that train virtual tokens: all layers stay as they are, and gradients reach the embedding, as they do where a
+first norm is trained. Prompts make texts longer; prefixes make keys alone longer, which is left out."""
+_FIRST_NORM = "ln_tuning:targets=layers.0.input_layernorm"
+_PROMPT_BYTES = 4 * (1 + 2)
+"""Bytes of a parameter of a prompt or of its encoder in fp32, with moments: its gradient comes last."""
 _OF_VALUES = ("random_loc_seed", "scaling", "eps", "d_initial", "init_scale", "delora_lambda", "save_projection")
 """Settings that change values alone; without them rows share a trace."""
 _EMBEDDINGS = "embed_tokens+lm_head"
@@ -138,6 +151,8 @@ class Case:
     """Whether the device is in the catalogue."""
     parts: int
     """Devices that work one after another, with a part of the layers each; the config is of one part."""
+    prompt_bytes: int
+    """Of prompts, prefixes or what encodes them, with their states."""
 
     @property
     def blocks_bytes(self) -> float:
@@ -304,6 +319,10 @@ def _case(row: Row) -> Case:
     data = count // (tp * pp * cp)
     cluster, has_rates = _cluster(row, count)
     mean_len, tokens = _mean_len(row, batch, seq_len)
+    if row.text("method") in _PROMPTS:
+        virtual = json.loads(row.text("method_config"))["num_virtual_tokens"]
+        added = 0 if row.text("method") == "prefix_tuning" else virtual
+        seq_len, mean_len = seq_len + added, None if mean_len is None else mean_len + added
     return Case(
         row=row,
         config=config,
@@ -327,6 +346,7 @@ def _case(row: Row) -> Case:
         tokens=tokens,
         has_rates=has_rates,
         parts=parts,
+        prompt_bytes=_PROMPT_BYTES * (row.count("trainable_params") or 0) if row.text("method") in _PROMPTS else 0,
     )
 
 
@@ -344,8 +364,8 @@ def _refuse(row: Row) -> None:
         raise _SkipError(f"a measurement of scope {row.text('scope')}")
     if row.text("offload") not in ("", "0", "none", *_OFFLOADS):
         raise _SkipError(f"offload of {row.text('offload')} is no lever")
-    kind = _KINDS.get(method, method)
-    if method not in ("full", *_ADAPTERS) and kind not in KINDS:
+    priced = (*KINDS, *_SAME_PRODUCTS, *_PROMPTS)
+    if method not in ("full", *_ADAPTERS) and _KINDS.get(method, method) not in priced:
         raise _SkipError(f"{method or 'no method stated'} is no lever")
     if row.text("method") == "lora" and row.text("quant_type"):
         raise _SkipError(f"{row.text('quant_type')} is no lever")
@@ -369,7 +389,9 @@ def _float8(row: Row) -> str:
 
 def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[tuple[str, str], ...]:
     found = {}
-    if _KINDS.get(row.text("method"), row.text("method")) in {*KINDS} - {LORA}:
+    if row.text("method") in _PROMPTS:
+        found["train"] = _FIRST_NORM
+    elif _KINDS.get(row.text("method"), row.text("method")) in {*KINDS, *_SAME_PRODUCTS} - {LORA}:
         found["train"] = _adapters(row)
     elif row.text("method") != "full":
         rank, targets = row.count("rank"), targets_of(row.text("target_modules") or framework.default_targets, config)
@@ -403,6 +425,9 @@ def _adapters(row: Row) -> str:
     settings: dict[str, Any] = {"targets": row.text("target_modules").split(), "r": row.text("rank")}
     settings |= {"oft_block_size": 0} if kind == "oft" else {}  # its rank is a count of blocks
     settings |= json.loads(row.text("method_config") or "{}")
+    if kind in _SAME_PRODUCTS:
+        kind, rank = _SAME_PRODUCTS[kind]
+        settings = {"targets": settings["targets"], rank.removeprefix("init_"): settings[rank]}
     said = []
     for name, value in settings.items():
         parts = value if isinstance(value, list) else [value]
