@@ -13,6 +13,7 @@ An optimizer step of ``torch.optim.AdamW`` takes the square root of all second m
 (``torch._foreach_sqrt`` in ``_multi_tensor_adam``), a moment's bytes for each trained parameter, where it is not fused.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +21,12 @@ from typing import Any
 from published_runs.frameworks import FIXED_SEGMENTS_RESERVE, MIXED_16
 
 from lever_runs.rows import Row
+from steelyard.engines.accelerate import ACCELERATE
 from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.deepspeed import DEEPSPEED
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution, StateBytes
+from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.native import NATIVE
 from steelyard.engines.torchtitan import TORCHTITAN, WHOLE_LOSS
 from steelyard.engines.transformers import TRANSFORMERS
@@ -86,6 +89,8 @@ class Framework:
     """Blocks, each of the logits of the mean batch in fp32, that it reserves beside for batches of other lengths."""
     single_scales: bool = False
     """Whether scales of nf4 are in fp32 (no double quantization), which is 4 bytes for 64 weights."""
+    zero: int | None = None
+    """ZeRO stage where the rows of a framework name none; None for what `fsdp` says."""
     default_remat: str = "none"
     default_targets: str = ""
     """Linear layers that have adapters where a row does not say, in the table's words."""
@@ -180,11 +185,34 @@ def _titan(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
     return Framework(engine=_torchtitan(row), reserve=Execution().reserve)  # run_train.sh: expandable segments
 
 
+def _timm(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework | None:
+    """Parameters in fp32 under autocast, or all in bf16 (``--full_bf16``); optimizers of torch are fused."""
+    if "DeepSpeed" in row.text("framework"):
+        return None
+    fused = replace(_BF16, step_shard_bytes=0)
+    return Framework(engine=_engine("timm", NATIVE.execution if "amp" in row.text("precision") else fused))
+
+
+def _trl(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
+    """Accelerate's FSDP2, which keeps what it trains in fp32 under mixed precision."""
+    return Framework(engine=_engine("trl", ACCELERATE.execution))
+
+
+def _bridge(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
+    """Its recipes' distributed optimizer, with the modules that a row recomputes."""
+    execution = MEGATRON_BRIDGE.execution
+    named = json.loads(row.text("method_config") or "{}").get("recompute_modules") or ["core_attn"]
+    assert execution.kernels is not None, "of Megatron-Bridge"
+    kernels = replace(execution.kernels, selective=tuple(named))
+    priced = replace(MEGATRON_BRIDGE, execution=replace(execution, kernels=kernels), refuse=NATIVE.refuse)
+    return Framework(engine=priced, zero=1)  # which runs models that the product does not write for it
+
+
 def _automodel(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
     return Framework(engine=AUTOMODEL)
 
 
-_FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework]], ...] = (
+_FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework | None]], ...] = (
     ("litgpt", _litgpt),
     ("torchtune", _torchtune),
     ("peft + transformers", _peft),
@@ -196,6 +224,9 @@ _FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework
     ("axolotl", _trainer),
     ("torchtitan", _titan),
     ("NeMo Automodel", _automodel),
+    ("Megatron-Bridge", _bridge),
+    ("timm + torchao script", _timm),
+    ("trl + accelerate (FSDP2, ring attention)", _trl),
 )
 """The beginning of a framework's name."""
 

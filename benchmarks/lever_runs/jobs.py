@@ -100,7 +100,15 @@ _OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(("adamw8bit", "adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adamw-8bit"),
     **dict.fromkeys(("adamw8bit (torchao)", "adamw8bit (bitsandbytes)", "adam8bit (bitsandbytes)"), "adamw-8bit"),
     **dict.fromkeys(("adamw4bit (torchao)", "adamw_torch_4bit"), "adamw-4bit"),
+    **dict.fromkeys(("adamwfp8 (torchao)",), "adamw-8bit"),
+    **dict.fromkeys(("adamw4bit (lpmm)", "adamw4bit rank-1 (lpmm)"), "adamw-4bit"),
     "adafactor": "adafactor",
+}
+"""Low-bit optimizers by the width of their moments, of which blocks have a scale each."""
+_PRECISIONS: Mapping[str, str] = {
+    **dict.fromkeys(("", "bf16 or fp16 (not stated)", "16 bit", "bf16 amp"), "bf16"),
+    "fp16 amp": "fp16",
+    "fp8-tensorwise (current scaling)": "fp8",
 }
 _BASES: Mapping[tuple[str, str], str] = {
     ("bnb nf4", "4"): "nf4",
@@ -114,6 +122,13 @@ _BASES: Mapping[tuple[str, str], str] = {
     ("nf4 (torchao)", "4"): "nf4",
 }
 """The base of as many bits: GPTQ's weights have scales of their own, and kernels that are not priced."""
+_STATED: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("ao_optim_vit", "ao_offload"), {"seq_len": "257", "seq_len_kind": "padded"}),
+    "msswift_tuners": {"batch_per_gpu": "1", "grad_accum": "16", "seq_len": "2048"},
+}
+"""What the script of a source says where its rows do not: images cut to 224 pixels, in patches of 14, and a class token
+(pytorch/ao, benchmarks/benchmark_low_bit_adam.py, 03cf0ad); batch, accumulation and length of all experiments
+(modelscope/ms-swift, scripts/benchmark/config/tuner.json, 87fc380)."""
 _MIB = 2**20
 _DRAWS = 200
 
@@ -157,7 +172,7 @@ class Case:
     @property
     def blocks_bytes(self) -> float:
         """Bytes that the allocator reserves for batches of other lengths than the longest."""
-        entries: float = self.settings.micro_batch * (self.mean_len or 0.0) * self.config["vocab_size"]
+        entries: float = self.settings.micro_batch * (self.mean_len or 0.0) * self.config.get("vocab_size", 0)
         return self.framework.blocks_of_lengths * 4 * entries
 
     def job(self, seq_len: int) -> Job:
@@ -286,8 +301,9 @@ def _more(line: Affine, num_bytes: float) -> Affine:
 
 def case_of(row: Row) -> Case | Skipped:
     """The case of a row, or why it cannot be predicted."""
+    stated = {name: text for name, text in _STATED.get(row.source, {}).items() if not row.text(name)}
     try:
-        return _case(row)
+        return _case(replace(row, cells={**row.cells, **stated}) if stated else row)
     except _SkipError as skip:
         return Skipped(reason=str(skip))
     except UserError as error:
@@ -332,6 +348,7 @@ def _case(row: Row) -> Case:
         settings=Settings(
             tp=tp,
             pp=pp,
+            vpp=int(told[1]) if (told := re.search(r"VPP (\d+)", row.text("notes"))) else 1,
             cp=cp,
             ep=row.count("ep") or 1,
             micro_batch=batch,
@@ -379,7 +396,7 @@ def _precision(row: Row) -> str:
     text = row.text("precision")
     if _float8(row) in Float8.values:
         return "bf16"
-    return {"": "bf16", "bf16 or fp16 (not stated)": "bf16", "16 bit": "bf16", "fp16 amp": "fp16"}.get(text, text)
+    return _PRECISIONS.get(text, text)
 
 
 def _float8(row: Row) -> str:
@@ -392,7 +409,7 @@ def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[
     if row.text("method") in _PROMPTS:
         found["train"] = _FIRST_NORM
     elif _KINDS.get(row.text("method"), row.text("method")) in {*KINDS, *_SAME_PRODUCTS} - {LORA}:
-        found["train"] = _adapters(row)
+        found["train"] = _adapters(row, config)
     elif row.text("method") != "full":
         rank, targets = row.count("rank"), targets_of(row.text("target_modules") or framework.default_targets, config)
         if rank is None or targets is None:
@@ -419,7 +436,7 @@ def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[
     return tuple((found | ({} if optimizer == "adamw" else {"optimizer": optimizer})).items())
 
 
-def _adapters(row: Row) -> str:
+def _adapters(row: Row, config: Mapping[str, Any]) -> str:
     """The text of adapters whose settings are those of a config of peft."""
     kind = _KINDS.get(row.text("method"), row.text("method"))
     settings: dict[str, Any] = {"targets": row.text("target_modules").split(), "r": row.text("rank")}
@@ -427,7 +444,8 @@ def _adapters(row: Row) -> str:
     settings |= json.loads(row.text("method_config") or "{}")
     if kind in _SAME_PRODUCTS:
         kind, rank = _SAME_PRODUCTS[kind]
-        settings = {"targets": settings["targets"], rank.removeprefix("init_"): settings[rank]}
+        targets = targets_of(row.text("target_modules"), config) or ()
+        settings = {"targets": [*targets], rank.removeprefix("init_"): settings.get(rank, row.text("rank"))}
     said = []
     for name, value in settings.items():
         parts = value if isinstance(value, list) else [value]
@@ -440,8 +458,11 @@ def _adapters(row: Row) -> str:
 def _zero(row: Row, framework: Framework, data: int) -> int:
     """The ZeRO stage: 3 or 2 where ``fsdp`` is above 1 or the engine is an FSDP engine, else what the states say."""
     is_sharded = (row.count("fsdp") or 1) > 1
-    own = isinstance(framework.engine.execution.states, StateBytes)
-    if is_sharded and own and data > 1 and row.text("method") == "full":
+    states = framework.engine.execution.states
+    own = isinstance(states, StateBytes)
+    if framework.zero is not None:
+        return framework.zero
+    if is_sharded and own and states.zero == 0 and data > 1 and row.text("method") == "full":
         raise _SkipError("all in bf16 under FSDP")
     if own and not is_sharded:
         return 0
@@ -456,7 +477,7 @@ def _cluster(row: Row, count: int) -> tuple[Cluster, bool]:
     elif key in _LIKE:
         like, mib = _LIKE[key]
         device = replace(find_device(like), memory_bytes=mib * _MIB)
-    elif not key[0] and count == 1:
+    elif not key[0]:
         device = find_device(_ANY)
     else:
         raise _SkipError(f"device not known: {' '.join(key).strip() or 'not stated'}")
