@@ -18,7 +18,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from published_runs.frameworks import FIXED_SEGMENTS_RESERVE, MIXED_16
+from published_runs.frameworks import (
+    COMPILED_LOSS_BYTES,
+    FIXED_SEGMENTS_RESERVE,
+    LOSS_NOT_COMPILED,
+    MIXED_16,
+    compiled,
+)
 
 from lever_runs.rows import Row
 from steelyard.engines.accelerate import ACCELERATE
@@ -67,6 +73,9 @@ class Framework:
     """Bytes of each logit that it saves where the loss is computed in chunks."""
     dropout: float = 0.0
     """Of adapters."""
+    keeps_adapter_inputs: bool = True
+    """Whether the first matrices of adapters are trained, which need their inputs; those of LoRA-FA are not, nor are
+    those of PSOFT and TinyLoRA, which train what stands between two matrices."""
     has_fused_qkv: bool = False
     """Whether queries, keys and values are one product, whose result values that are saved for attention keep alive;
     keys and values of fewer heads are repeated for all instead. Its adapters drop entries of one input together."""
@@ -136,8 +145,9 @@ def _torchtune(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framewo
     return Framework(engine=_engine("torchtune", replace(_BF16, step_shard_bytes=0)), chunked_logits_bytes=4)
 
 
-def _peft(_row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
+def _peft(row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
     return Framework(
+        keeps_adapter_inputs=row.text("optimizer") != "lora-fa" and row.text("method") not in ("psoft", "tinylora"),
         engine=_engine("peft", _BF16 if is_full else replace(_FP32_ADAPTERS, adapters="fp32")),  # no autocast
         loss_bytes=(6, 14),  # the script keeps `outputs`, with the logits in bf16, until the next step
         reserve=0.0,  # it empties the cache every 10 steps, and makes batches of texts of one length
@@ -236,12 +246,15 @@ _FUSED_NORM = "2025-07"
 
 
 def _torchtitan(row: Row) -> Engine:
-    """torchtitan with its loss at once, and with what ``torch.compile`` fuses where a row is compiled."""
+    """torchtitan with its loss at once, and with what ``torch.compile`` fuses where a row is compiled: the loss since
+    May 2025."""
     engine = TORCHTITAN.with_options([WHOLE_LOSS])
     kernels, execution = engine.execution.kernels, engine.execution
     assert kernels is not None, "of torchtitan"
     if row.text("compile") == "1":
-        kernels = replace(kernels, norm=True, rotary=True, activation=True)
+        kernels = compiled(kernels)
+        if not LOSS_NOT_COMPILED.match(row.text("date")):
+            kernels = replace(kernels, loss_bytes=COMPILED_LOSS_BYTES)
     elif row.text("date") < _FUSED_NORM:
         kernels = replace(kernels, norm=False)
     if "async" in row.text("notes") and "async_tp" in row.text("lever"):

@@ -77,7 +77,7 @@ _ADAPTERS = ("lora", "qlora", "rslora", "dora", "lora+embeddings")
 _KINDS: Mapping[str, str] = {"bone": "miss"}
 """Kinds of adapters that peft has under another name by now."""
 _SAME_PRODUCTS: Mapping[str, tuple[str, str]] = {
-    **{kind: ("lora", "r") for kind in ("bdlora", "lily", "unilora", "vblora")},
+    **{kind: ("lora", "r") for kind in ("bdlora", "lily", "psoft", "tinylora", "unilora", "vblora")},
     "adalora": ("lora", "init_r"),
     "waveft": ("fourierft", "n_frequency"),
 }
@@ -100,7 +100,8 @@ _OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(("adamw8bit", "adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adamw-8bit"),
     **dict.fromkeys(("adamw8bit (torchao)", "adamw8bit (bitsandbytes)", "adam8bit (bitsandbytes)"), "adamw-8bit"),
     **dict.fromkeys(("adamw4bit (torchao)", "adamw_torch_4bit"), "adamw-4bit"),
-    **dict.fromkeys(("adamwfp8 (torchao)",), "adamw-8bit"),
+    "adamwfp8 (torchao)": "adamw-8bit",
+    "lora-fa": "adamw",  # of the second matrices of adapters alone
     **dict.fromkeys(("adamw4bit (lpmm)", "adamw4bit rank-1 (lpmm)"), "adamw-4bit"),
     "adafactor": "adafactor",
 }
@@ -229,6 +230,8 @@ class Case:
         if framework.dropout:
             layer = _with_more(layer, saved=-(job.compute_bytes - 1) * layer.adapter_inputs.per_sample)
             more -= _DROPPED * hidden * max(0, sum(name in dict(self.levers)["train"] for name in _QKV) - 1)
+        if not framework.keeps_adapter_inputs:  # of which each adapter has a copy in fp32
+            more -= 4 * hidden * sum(name in dict(self.levers)["train"] for name in _QKV)
         if self.settings.remat is Remat.FULL:
             layer = _with_stream(layer, (framework.stream_bytes - job.compute_bytes) * hidden * job.seq_len)
         if dict(self.levers).get("base"):
