@@ -71,6 +71,7 @@ class Framework:
     """As `OUR_LOSS`."""
     chunked_logits_bytes: int = 0
     """Bytes of each logit that it saves where the loss is computed in chunks."""
+    loss_chunks: int = 8
     dropout: float = 0.0
     """Of adapters."""
     keeps_adapter_inputs: bool = True
@@ -118,12 +119,13 @@ def framework_of(row: Row, config: Mapping[str, Any]) -> Framework | None:
 
 
 def _litgpt(row: Row, config: Mapping[str, Any], is_full: bool) -> Framework:
-    """FSDP1 shards adapters with the base, and without synchronisation has gradients of all, whole on each rank.
+    """FSDP1 shards adapters with the base, and without synchronisation has gradients of all, whole on each rank, which
+    stay from one microbatch to the next.
 
     Only blocks are units of their own (``auto_wrap_policy``): the embedding and the head are whole all the while.
     """
     shards = row.count("fsdp") or 1
-    sharded = replace(_BF16_STATES, zero=3, frozen=2 + 2 * shards)
+    sharded = replace(_BF16_STATES, zero=3, gradients=2 * shards, frozen=2 + 2 * shards)
     root = 2 * 2 * config["vocab_size"] * config["hidden_size"]
     return Framework(
         engine=_engine("litgpt", replace(_BF16, states=sharded, bucket_bytes=root) if shards > 1 else _BF16),
@@ -204,8 +206,9 @@ def _timm(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework | N
 
 
 def _trl(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
-    """Accelerate's FSDP2, which keeps what it trains in fp32 under mixed precision."""
-    return Framework(engine=_engine("trl", ACCELERATE.execution))
+    """Accelerate's FSDP2, which keeps what it trains in fp32 under mixed precision, and a loss of so many tokens at a
+    time (trl's sft_trainer.py, `_chunked_cross_entropy_loss`) that a million are in more chunks than can be traced."""
+    return Framework(engine=_engine("trl", ACCELERATE.execution), loss_chunks=64)
 
 
 def _bridge(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:

@@ -77,12 +77,12 @@ _ADAPTERS = ("lora", "qlora", "rslora", "dora", "lora+embeddings")
 _KINDS: Mapping[str, str] = {"bone": "miss"}
 """Kinds of adapters that peft has under another name by now."""
 _SAME_PRODUCTS: Mapping[str, tuple[str, str]] = {
-    **{kind: ("lora", "r") for kind in ("bdlora", "lily", "psoft", "tinylora", "unilora", "vblora")},
+    **dict.fromkeys(("bdlora", "lily", "psoft", "tinylora", "unilora", "vblora"), ("lora", "r")),
     "adalora": ("lora", "init_r"),
     "waveft": ("fourierft", "n_frequency"),
 }
-"""Kinds of adapters that the runtime refuses, by one of the same products, and the setting that has its rank. What few
-parameters their matrices are made of is left out, as is the mask of one (AdaLoRA) and its loss of orthogonality."""
+"""Kinds of adapters that the runtime refuses, by one of the same products, and the setting that has its rank: their
+memory alone, since what makes their matrices (entries of a bank, a mask, wavelets) takes time that nothing prices."""
 _PROMPTS = ("prompt_tuning", "p_tuning", "prefix_tuning")
 """Kinds that train virtual tokens: all layers stay as they are, and gradients reach the embedding, as they do where a
 first norm is trained. Prompts make texts longer; prefixes make keys alone longer, which is left out."""
@@ -95,13 +95,15 @@ _EMBEDDINGS = "embed_tokens+lm_head"
 """What is trained beside LoRA with its embeddings, in names of Llama, as which Qwen is built."""
 _OFFLOADS = ("optimizer", "activations")
 """What the lever moves as the rows mean it: moments or what is saved, with gradients and masters on the device."""
+_FIRST_MATRIX_RESTS = "lora-fa"
+"""An optimizer of LoRA's second matrices, which decomposes the first ones in each step: its time is not priced."""
 _OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(("", "adam", "adamw", "adamw_torch", "adamw_torch_fused"), "adamw"),
     **dict.fromkeys(("adamw8bit", "adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adamw-8bit"),
     **dict.fromkeys(("adamw8bit (torchao)", "adamw8bit (bitsandbytes)", "adam8bit (bitsandbytes)"), "adamw-8bit"),
     **dict.fromkeys(("adamw4bit (torchao)", "adamw_torch_4bit"), "adamw-4bit"),
     "adamwfp8 (torchao)": "adamw-8bit",
-    "lora-fa": "adamw",  # of the second matrices of adapters alone
+    _FIRST_MATRIX_RESTS: "adamw",
     **dict.fromkeys(("adamw4bit (lpmm)", "adamw4bit rank-1 (lpmm)"), "adamw-4bit"),
     "adafactor": "adafactor",
 }
@@ -124,7 +126,7 @@ _BASES: Mapping[tuple[str, str], str] = {
 }
 """The base of as many bits: GPTQ's weights have scales of their own, and kernels that are not priced."""
 _STATED: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(("ao_optim_vit", "ao_offload"), {"seq_len": "257", "seq_len_kind": "padded"}),
+    **{source: {"seq_len": "257", "seq_len_kind": "padded"} for source in ("ao_optim_vit", "ao_offload")},
     "msswift_tuners": {"batch_per_gpu": "1", "grad_accum": "16", "seq_len": "2048"},
 }
 """What the script of a source says where its rows do not: images cut to 224 pixels, in patches of 14, and a class token
@@ -338,6 +340,8 @@ def _case(row: Row) -> Case:
     data = count // (tp * pp * cp)
     cluster, has_rates = _cluster(row, count)
     mean_len, tokens = _mean_len(row, batch, seq_len)
+    if row.text("method") in _SAME_PRODUCTS or row.text("optimizer") == _FIRST_MATRIX_RESTS:
+        mean_len = None
     if row.text("method") in _PROMPTS:
         virtual = json.loads(row.text("method_config"))["num_virtual_tokens"]
         added = 0 if row.text("method") == "prefix_tuning" else virtual
@@ -428,7 +432,7 @@ def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[
             raise _SkipError(f"base {row.text('quant_type')} is no lever")
         found["base"] = base
     if row.text("chunked_loss") == "1":
-        found["loss"] = "chunked"
+        found["loss"] = f"chunked:{framework.loss_chunks}"
     if row.text("offload") in _OFFLOADS:
         found["offload"] = row.text("offload")
     if _float8(row) in Float8.values:

@@ -122,7 +122,7 @@ def _phi(hidden: int, layers: int, ffn: int, rotary: float) -> dict[str, Any]:
 
 
 def _vit(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, Any]:
-    """A vision transformer on images of 224 pixels in patches of 14, with the 45 classes of benchmark_low_bit_adam.py."""
+    """A vision transformer on images of 224 pixels in patches of 14, with 45 classes (benchmark_low_bit_adam.py)."""
     return {
         "model_type": "vit",
         "hidden_size": hidden,
