@@ -20,7 +20,7 @@ from steelyard.cli.options import (
     NetworkOption,
     PrecisionOption,
     SeqLen,
-    check_choices,
+    check_choice,
     complete_one_of,
     parse_precision,
     print_json,
@@ -29,7 +29,7 @@ from steelyard.cli.options import (
 from steelyard.output import command
 from steelyard.planning.advise import Advice
 from steelyard.planning.advise import advise as advice_of
-from steelyard.planning.largest import MODEL, Largest, kinds, largest
+from steelyard.planning.largest import MODEL, SEQ_LEN, Largest, kinds, largest
 from steelyard.planning.request import PlanRequest, make_request
 from steelyard.report.tables import number, plain_table
 from steelyard.units import format_bytes, format_seconds
@@ -66,7 +66,7 @@ def advise(
             name,
             cluster,
             global_batch=global_batch,
-            seq_len=seq_len,
+            seq_len="max" if most == SEQ_LEN else seq_len,
             network=network,
             memory=memory,
             memory_margin=memory_margin,
@@ -77,10 +77,9 @@ def advise(
 
     with progress("counting the model's layers", silent=as_json) as show:
         if most is not None:
-            what = check_choices("--max", most, {each: each for each in kinds()})[0]
-            size = largest(what, ask(levers), ask, progress=show)
+            size = largest(check_choice("--max", most, kinds()), ask(levers), ask, progress=show)
         else:
-            own, found, left_out = advice_of(ask(levers), progress=show)
+            own, found, left_out, untried = advice_of(ask(levers), progress=show)
     asked = {"--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len, "--network": network}
     asked |= {"--memory": memory, "--precision": None if precision == "bf16" else precision, "--engine": engine}
     asked |= {f"--{name}": text for name, text in levers.items()}
@@ -97,11 +96,14 @@ def advise(
         print_json(size) if as_json else print(f"{_size_text(size)}: {plan_with(size.options, name)}")
         return
     if as_json:
-        print_json({"asked": _content(own), "changes": [_content(each) for each in found], "left_out": left_out})
+        changes = [_content(each) for each in found]
+        print_json({"asked": _content(own), "changes": changes, "left_out": left_out, "untried": untried})
         return
     Console().print(_table(own, found))
     for each in left_out:
         print(f"not tried: {each}")
+    if untried:
+        print(f"no time was left for: {', '.join(untried)} (run it again: traces of the model are kept)")
     if found and found[0].fits:
         print(f"take the first: {plan_with(found[0].options)}")
 
@@ -124,14 +126,14 @@ def _content(advice: Advice) -> dict[str, object]:
 def _table(own: Advice, found: Sequence[Advice]) -> Table:
     numbers = [number(name) for name in ("least memory", "saves", "step")]
     table = plain_table("What to change", Column("change", no_wrap=True), *numbers, Column("result", min_width=10))
-    table.caption, table.caption_justify = "behind a step: beside one of what is asked with no limit of memory", "left"
+    table.caption, table.caption_justify = "%: change of the step from what is asked, without a memory limit", "left"
     for each in (own, *found):
         saved = format_bytes(each.saved_bytes) if each.saved_bytes > 0 else "–"
         table.add_row(
             each.options.replace(" --", "\n--") or "as asked",
             "no plan" if each.least_bytes is None else format_bytes(each.least_bytes),
             saved,
-            f"{format_seconds(each.step_s)} {100 * each.slowdown:+4.0f} %"
+            f"{format_seconds(each.step_s)} {round(100 * each.slowdown):+4d} %"
             if each.fits
             else f"{format_bytes(each.missing_bytes)} short",
             each.result if each is not own else "",

@@ -137,8 +137,8 @@ def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[
 
 
 def check_choice(option: str, text: str, choices: Any, *, hint: str = "") -> Any:
-    """``text`` if it is one of the literal ``choices``; raises `UserError` naming them for anything else."""
-    known = get_args(choices)
+    """``text`` if it is one of ``choices``, a literal type or a tuple; raises `UserError` naming them otherwise."""
+    known = get_args(choices) or choices
     if text not in known:
         expected = "one of " + ", ".join(known)
         raise UserError(field=option, found=repr(text), expected=expected, hint=hint or nearest(text, known))

@@ -76,6 +76,8 @@ class Found(NamedTuple):
     """The best first."""
     left_out: tuple[str, ...]
     """Changes that cannot be had, each with the reason."""
+    untried: tuple[str, ...]
+    """Changes for which no time was left."""
 
 
 def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lambda _: None) -> Found:
@@ -91,12 +93,13 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
     own = _advice(study, {}, math.nan, free.step_s, None)
     found: dict[str, Advice] = {}
     left_out: list[str] = []
+    untried: list[str] = []
     best: dict[str, tuple[Advice, dict[str, str]]] = {}
     deadline = time.process_time() + TOTAL_S
     for texts in _single(request, asked=asked):
-        progress(" ".join(texts.values()))
+        progress(_options(texts))
         if time.process_time() > deadline:
-            left_out.append(f"{_options(texts)}: no time was left")
+            untried.append(_options(texts))
             continue
         each = _try(limited, texts, own, free.step_s)
         if isinstance(each, str):
@@ -109,11 +112,11 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
     for (_, one), (_, other) in combinations(best.values(), 2):
         if time.process_time() > deadline:
             break
-        progress(" and ".join((*one.values(), *other.values())))
+        progress(_options(one | other))
         each = _try(limited, one | other, own, free.step_s)
         if isinstance(each, Advice):
             found[each.options] = each
-    return Found(own, tuple(sorted(found.values(), key=lambda each: each.order)), tuple(left_out))
+    return Found(own, tuple(sorted(found.values(), key=lambda each: each.order)), tuple(left_out), tuple(untried))
 
 
 def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Iterator[str]:
