@@ -465,13 +465,13 @@ def _adapters(row: Row, config: Mapping[str, Any]) -> str:
 def _zero(row: Row, framework: Framework, data: int) -> int:
     """The ZeRO stage: 3 or 2 where ``fsdp`` is above 1 or the engine is an FSDP engine, else what the states say."""
     is_sharded = (row.count("fsdp") or 1) > 1
-    states = framework.engine.execution.states
-    own = isinstance(states, StateBytes)
     if framework.zero is not None:
         return framework.zero
-    if is_sharded and own and states.zero == 0 and data > 1 and row.text("method") == "full":
+    states = framework.engine.execution.states
+    own = isinstance(states, StateBytes)
+    if is_sharded and isinstance(states, StateBytes) and states.zero == 0 and data > 1 and row.text("method") == "full":
         raise _SkipError("all in bf16 under FSDP")
-    if own and not is_sharded:
+    if (own and not is_sharded) or (row.count("fsdp") == 1 and data > 1):
         return 0
     return 2 if "ZeRO-2" in row.text("notes") and not is_sharded else 3
 
