@@ -27,7 +27,6 @@ from published_runs.frameworks import (
 )
 
 from lever_runs.rows import Row
-from steelyard.engines.accelerate import ACCELERATE
 from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.deepspeed import DEEPSPEED
 from steelyard.engines.engine import Engine
@@ -71,7 +70,6 @@ class Framework:
     """As `OUR_LOSS`."""
     chunked_logits_bytes: int = 0
     """Bytes of each logit that it saves where the loss is computed in chunks."""
-    loss_chunks: int = 8
     dropout: float = 0.0
     """Of adapters."""
     keeps_adapter_inputs: bool = True
@@ -205,12 +203,6 @@ def _timm(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework | N
     return Framework(engine=_engine("timm", NATIVE.execution if "amp" in row.text("precision") else fused))
 
 
-def _trl(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
-    """Accelerate's FSDP2, which keeps what it trains in fp32 under mixed precision, and a loss of so many tokens at a
-    time (trl's sft_trainer.py, `_chunked_cross_entropy_loss`) that a million are in more chunks than can be traced."""
-    return Framework(engine=_engine("trl", ACCELERATE.execution), loss_chunks=64)
-
-
 def _bridge(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
     """Its recipes' distributed optimizer, with the modules that a row recomputes."""
     execution = MEGATRON_BRIDGE.execution
@@ -239,7 +231,6 @@ _FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework
     ("NeMo Automodel", _automodel),
     ("Megatron-Bridge", _bridge),
     ("timm + torchao script", _timm),
-    ("trl + accelerate (FSDP2, ring attention)", _trl),
 )
 """The beginning of a framework's name."""
 

@@ -432,7 +432,7 @@ def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[
             raise _SkipError(f"base {row.text('quant_type')} is no lever")
         found["base"] = base
     if row.text("chunked_loss") == "1":
-        found["loss"] = f"chunked:{framework.loss_chunks}"
+        found["loss"] = "chunked"
     if row.text("offload") in _OFFLOADS:
         found["offload"] = row.text("offload")
     if _float8(row) in Float8.values:
