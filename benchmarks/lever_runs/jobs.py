@@ -83,7 +83,7 @@ _SAME_PRODUCTS: Mapping[str, tuple[str, str]] = {
 }
 """Kinds of adapters that the runtime refuses, by one of the same products, and the setting that has its rank: their
 memory alone, since what makes their matrices (entries of a bank, a mask, wavelets) takes time that nothing prices."""
-_PROMPTS = ("prompt_tuning", "p_tuning", "prefix_tuning")
+PROMPTS = ("prompt_tuning", "p_tuning", "prefix_tuning")
 """Kinds that train virtual tokens: all layers stay as they are, and gradients reach the embedding, as they do where a
 first norm is trained. Prompts make texts longer; prefixes make keys alone longer, which is left out."""
 _FIRST_NORM = "ln_tuning:targets=layers.0.input_layernorm"
@@ -342,7 +342,7 @@ def _case(row: Row) -> Case:
     mean_len, tokens = _mean_len(row, batch, seq_len)
     if row.text("method") in _SAME_PRODUCTS or row.text("optimizer") == _FIRST_MATRIX_RESTS:
         mean_len = None
-    if row.text("method") in _PROMPTS:
+    if row.text("method") in PROMPTS:
         virtual = json.loads(row.text("method_config"))["num_virtual_tokens"]
         added = 0 if row.text("method") == "prefix_tuning" else virtual
         seq_len, mean_len = seq_len + added, None if mean_len is None else mean_len + added
@@ -370,7 +370,7 @@ def _case(row: Row) -> Case:
         tokens=tokens,
         has_rates=has_rates,
         parts=parts,
-        prompt_bytes=_PROMPT_BYTES * (row.count("trainable_params") or 0) if row.text("method") in _PROMPTS else 0,
+        prompt_bytes=_PROMPT_BYTES * (row.count("trainable_params") or 0) if row.text("method") in PROMPTS else 0,
     )
 
 
@@ -388,7 +388,7 @@ def _refuse(row: Row) -> None:
         raise _SkipError(f"a measurement of scope {row.text('scope')}")
     if row.text("offload") not in ("", "0", "none", *_OFFLOADS):
         raise _SkipError(f"offload of {row.text('offload')} is no lever")
-    priced = (*KINDS, *_SAME_PRODUCTS, *_PROMPTS)
+    priced = (*KINDS, *_SAME_PRODUCTS, *PROMPTS)
     if method not in ("full", *_ADAPTERS) and _KINDS.get(method, method) not in priced:
         raise _SkipError(f"{method or 'no method stated'} is no lever")
     if row.text("method") == "lora" and row.text("quant_type"):
@@ -413,7 +413,7 @@ def _float8(row: Row) -> str:
 
 def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[tuple[str, str], ...]:
     found = {}
-    if row.text("method") in _PROMPTS:
+    if row.text("method") in PROMPTS:
         found["train"] = _FIRST_NORM
     elif _KINDS.get(row.text("method"), row.text("method")) in {*KINDS, *_SAME_PRODUCTS} - {LORA}:
         found["train"] = _adapters(row, config)
