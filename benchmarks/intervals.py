@@ -42,6 +42,7 @@ import numpy as np
 from calibrate import fit_with_left_out
 from lever_runs.forecast import Forecast as LeverForecast
 from lever_runs.forecast import forecast
+from lever_runs.jobs import PROMPTS
 from lever_runs.rows import read_rows
 from lever_runs.score import figures
 from numpy.typing import NDArray
@@ -242,7 +243,8 @@ def of_engines(spread: Spread, found: Found, errors: Errors, timed: Sequence[Tim
 
 def with_adapters() -> dict[str, Array]:
     """Errors of open measurements of adapters that ran, as their engine runs them."""
-    rows = [row for row in read_rows() if row.text("method") not in ("", "full") and row.text("status") == "ok"]
+    others = ("", "full", *PROMPTS)
+    rows = [row for row in read_rows() if row.text("method") not in others and row.text("status") == "ok"]
     found: dict[str, list[float]] = defaultdict(list)
     with ProcessPoolExecutor() as pool:
         for each in pool.map(forecast, rows, chunksize=ROWS_AT_ONCE):

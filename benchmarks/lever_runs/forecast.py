@@ -99,7 +99,7 @@ def _forecast(case: Case) -> Forecast:
     row, price = case.row, _priced()
     step_s, terms, budget = price(case, case.seq_len)
     tensors = {name: each for name, each in terms.items() if name not in ("context", "allocator slack")}
-    allocated = sum(tensors.values())
+    allocated = sum(tensors.values()) + case.prompt_bytes
     beside = case.framework.reserve * sum(each for name, each in tensors.items() if name not in _STATES)
     beside += max(0.0, case.blocks_bytes - tensors.get("optimizer step", 0))
     reserved = max(allocated, min(allocated + int(beside), budget - terms.get("context", 0)))
@@ -116,7 +116,7 @@ def _forecast(case: Case) -> Forecast:
         allocated_bytes=allocated,
         reserved_bytes=reserved,
         device_bytes=reserved + terms.get("context", 0),
-        fits=sum(terms.values()) <= budget if row.text("gpu") else None,
+        fits=sum(terms.values()) + case.prompt_bytes <= budget if row.text("gpu") else None,
     )
 
 

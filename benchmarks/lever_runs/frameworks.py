@@ -13,17 +13,25 @@ An optimizer step of ``torch.optim.AdamW`` takes the square root of all second m
 (``torch._foreach_sqrt`` in ``_multi_tensor_adam``), a moment's bytes for each trained parameter, where it is not fused.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from published_runs.frameworks import FIXED_SEGMENTS_RESERVE, MIXED_16
+from published_runs.frameworks import (
+    COMPILED_LOSS_BYTES,
+    FIXED_SEGMENTS_RESERVE,
+    LOSS_NOT_COMPILED,
+    MIXED_16,
+    compiled,
+)
 
 from lever_runs.rows import Row
 from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.deepspeed import DEEPSPEED
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution, StateBytes
+from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.native import NATIVE
 from steelyard.engines.torchtitan import TORCHTITAN, WHOLE_LOSS
 from steelyard.engines.transformers import TRANSFORMERS
@@ -64,6 +72,9 @@ class Framework:
     """Bytes of each logit that it saves where the loss is computed in chunks."""
     dropout: float = 0.0
     """Of adapters."""
+    keeps_adapter_inputs: bool = True
+    """Whether the first matrices of adapters are trained, which need their inputs; those of LoRA-FA are not, nor are
+    those of PSOFT and TinyLoRA, which train what stands between two matrices."""
     has_fused_qkv: bool = False
     """Whether queries, keys and values are one product, whose result values that are saved for attention keep alive;
     keys and values of fewer heads are repeated for all instead. Its adapters drop entries of one input together."""
@@ -86,6 +97,8 @@ class Framework:
     """Blocks, each of the logits of the mean batch in fp32, that it reserves beside for batches of other lengths."""
     single_scales: bool = False
     """Whether scales of nf4 are in fp32 (no double quantization), which is 4 bytes for 64 weights."""
+    zero: int | None = None
+    """ZeRO stage where the rows of a framework name none; None for what `fsdp` says."""
     default_remat: str = "none"
     default_targets: str = ""
     """Linear layers that have adapters where a row does not say, in the table's words."""
@@ -104,12 +117,13 @@ def framework_of(row: Row, config: Mapping[str, Any]) -> Framework | None:
 
 
 def _litgpt(row: Row, config: Mapping[str, Any], is_full: bool) -> Framework:
-    """FSDP1 shards adapters with the base, and without synchronisation has gradients of all, whole on each rank.
+    """FSDP1 shards adapters with the base, and without synchronisation has gradients of all, whole on each rank, which
+    stay from one microbatch to the next.
 
     Only blocks are units of their own (``auto_wrap_policy``): the embedding and the head are whole all the while.
     """
     shards = row.count("fsdp") or 1
-    sharded = replace(_BF16_STATES, zero=3, frozen=2 + 2 * shards)
+    sharded = replace(_BF16_STATES, zero=3, gradients=2 * shards, frozen=2 + 2 * shards)
     root = 2 * 2 * config["vocab_size"] * config["hidden_size"]
     return Framework(
         engine=_engine("litgpt", replace(_BF16, states=sharded, bucket_bytes=root) if shards > 1 else _BF16),
@@ -131,8 +145,9 @@ def _torchtune(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framewo
     return Framework(engine=_engine("torchtune", replace(_BF16, step_shard_bytes=0)), chunked_logits_bytes=4)
 
 
-def _peft(_row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
+def _peft(row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
     return Framework(
+        keeps_adapter_inputs=row.text("optimizer") != "lora-fa" and row.text("method") not in ("psoft", "tinylora"),
         engine=_engine("peft", _BF16 if is_full else replace(_FP32_ADAPTERS, adapters="fp32")),  # no autocast
         loss_bytes=(6, 14),  # the script keeps `outputs`, with the logits in bf16, until the next step
         reserve=0.0,  # it empties the cache every 10 steps, and makes batches of texts of one length
@@ -180,11 +195,29 @@ def _titan(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
     return Framework(engine=_torchtitan(row), reserve=Execution().reserve)  # run_train.sh: expandable segments
 
 
+def _timm(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework | None:
+    """Parameters in fp32 under autocast, or all in bf16 (``--full_bf16``); optimizers of torch are fused."""
+    if "DeepSpeed" in row.text("framework"):
+        return None
+    fused = replace(_BF16, step_shard_bytes=0)
+    return Framework(engine=_engine("timm", NATIVE.execution if "amp" in row.text("precision") else fused))
+
+
+def _bridge(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
+    """Its recipes' distributed optimizer, with the modules that a row recomputes."""
+    execution = MEGATRON_BRIDGE.execution
+    named = json.loads(row.text("method_config") or "{}").get("recompute_modules") or ["core_attn"]
+    assert execution.kernels is not None, "of Megatron-Bridge"
+    kernels = replace(execution.kernels, selective=tuple(named))
+    priced = replace(MEGATRON_BRIDGE, execution=replace(execution, kernels=kernels), refuse=NATIVE.refuse)
+    return Framework(engine=priced, zero=1)  # which runs models that the product does not write for it
+
+
 def _automodel(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
     return Framework(engine=AUTOMODEL)
 
 
-_FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework]], ...] = (
+_FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework | None]], ...] = (
     ("litgpt", _litgpt),
     ("torchtune", _torchtune),
     ("peft + transformers", _peft),
@@ -196,6 +229,8 @@ _FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework
     ("axolotl", _trainer),
     ("torchtitan", _titan),
     ("NeMo Automodel", _automodel),
+    ("Megatron-Bridge", _bridge),
+    ("timm + torchao script", _timm),
 )
 """The beginning of a framework's name."""
 
@@ -205,12 +240,15 @@ _FUSED_NORM = "2025-07"
 
 
 def _torchtitan(row: Row) -> Engine:
-    """torchtitan with its loss at once, and with what ``torch.compile`` fuses where a row is compiled."""
+    """torchtitan with its loss at once, and with what ``torch.compile`` fuses where a row is compiled: the loss since
+    May 2025."""
     engine = TORCHTITAN.with_options([WHOLE_LOSS])
     kernels, execution = engine.execution.kernels, engine.execution
     assert kernels is not None, "of torchtitan"
     if row.text("compile") == "1":
-        kernels = replace(kernels, norm=True, rotary=True, activation=True)
+        kernels = compiled(kernels)
+        if not LOSS_NOT_COMPILED.match(row.text("date")):
+            kernels = replace(kernels, loss_bytes=COMPILED_LOSS_BYTES)
     elif row.text("date") < _FUSED_NORM:
         kernels = replace(kernels, norm=False)
     if "async" in row.text("notes") and "async_tp" in row.text("lever"):

@@ -76,18 +76,42 @@ _ANY = "h200-141gb"
 _ADAPTERS = ("lora", "qlora", "rslora", "dora", "lora+embeddings")
 _KINDS: Mapping[str, str] = {"bone": "miss"}
 """Kinds of adapters that peft has under another name by now."""
+_SAME_PRODUCTS: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("bdlora", "lily", "psoft", "tinylora", "unilora", "vblora"), ("lora", "r")),
+    "adalora": ("lora", "init_r"),
+    "waveft": ("fourierft", "n_frequency"),
+}
+"""Kinds of adapters that the runtime refuses, by one of the same products, and the setting that has its rank: their
+memory alone, since what makes their matrices (entries of a bank, a mask, wavelets) takes time that nothing prices."""
+PROMPTS = ("prompt_tuning", "p_tuning", "prefix_tuning")
+"""Kinds that train virtual tokens: all layers stay as they are, and gradients reach the embedding, as they do where a
+first norm is trained. Prompts make texts longer; prefixes make keys alone longer, which is left out."""
+_FIRST_NORM = "ln_tuning:targets=layers.0.input_layernorm"
+_PROMPT_BYTES = 4 * (1 + 2)
+"""Bytes of a parameter of a prompt or of its encoder in fp32, with moments: its gradient comes last."""
 _OF_VALUES = ("random_loc_seed", "scaling", "eps", "d_initial", "init_scale", "delora_lambda", "save_projection")
 """Settings that change values alone; without them rows share a trace."""
 _EMBEDDINGS = "embed_tokens+lm_head"
 """What is trained beside LoRA with its embeddings, in names of Llama, as which Qwen is built."""
 _OFFLOADS = ("optimizer", "activations")
 """What the lever moves as the rows mean it: moments or what is saved, with gradients and masters on the device."""
+_FIRST_MATRIX_RESTS = "lora-fa"
+"""An optimizer of LoRA's second matrices, which decomposes the first ones in each step: its time is not priced."""
 _OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(("", "adam", "adamw", "adamw_torch", "adamw_torch_fused"), "adamw"),
     **dict.fromkeys(("adamw8bit", "adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adamw-8bit"),
     **dict.fromkeys(("adamw8bit (torchao)", "adamw8bit (bitsandbytes)", "adam8bit (bitsandbytes)"), "adamw-8bit"),
     **dict.fromkeys(("adamw4bit (torchao)", "adamw_torch_4bit"), "adamw-4bit"),
+    "adamwfp8 (torchao)": "adamw-8bit",
+    _FIRST_MATRIX_RESTS: "adamw",
+    **dict.fromkeys(("adamw4bit (lpmm)", "adamw4bit rank-1 (lpmm)"), "adamw-4bit"),
     "adafactor": "adafactor",
+}
+"""Low-bit optimizers by the width of their moments, of which blocks have a scale each."""
+_PRECISIONS: Mapping[str, str] = {
+    **dict.fromkeys(("", "bf16 or fp16 (not stated)", "16 bit", "bf16 amp"), "bf16"),
+    "fp16 amp": "fp16",
+    "fp8-tensorwise (current scaling)": "fp8",
 }
 _BASES: Mapping[tuple[str, str], str] = {
     ("bnb nf4", "4"): "nf4",
@@ -101,6 +125,13 @@ _BASES: Mapping[tuple[str, str], str] = {
     ("nf4 (torchao)", "4"): "nf4",
 }
 """The base of as many bits: GPTQ's weights have scales of their own, and kernels that are not priced."""
+_STATED: Mapping[str, Mapping[str, str]] = {
+    **{source: {"seq_len": "257", "seq_len_kind": "padded"} for source in ("ao_optim_vit", "ao_offload")},
+    "msswift_tuners": {"batch_per_gpu": "1", "grad_accum": "16", "seq_len": "2048"},
+}
+"""What the script of a source says where its rows do not: images cut to 224 pixels, in patches of 14, and a class token
+(pytorch/ao, benchmarks/benchmark_low_bit_adam.py, 03cf0ad); batch, accumulation and length of all experiments
+(modelscope/ms-swift, scripts/benchmark/config/tuner.json, 87fc380)."""
 _MIB = 2**20
 _DRAWS = 200
 
@@ -138,11 +169,13 @@ class Case:
     """Whether the device is in the catalogue."""
     parts: int
     """Devices that work one after another, with a part of the layers each; the config is of one part."""
+    prompt_bytes: int
+    """Of prompts, prefixes or what encodes them, with their states."""
 
     @property
     def blocks_bytes(self) -> float:
         """Bytes that the allocator reserves for batches of other lengths than the longest."""
-        entries: float = self.settings.micro_batch * (self.mean_len or 0.0) * self.config["vocab_size"]
+        entries: float = self.settings.micro_batch * (self.mean_len or 0.0) * self.config.get("vocab_size", 0)
         return self.framework.blocks_of_lengths * 4 * entries
 
     def job(self, seq_len: int) -> Job:
@@ -199,6 +232,8 @@ class Case:
         if framework.dropout:
             layer = _with_more(layer, saved=-(job.compute_bytes - 1) * layer.adapter_inputs.per_sample)
             more -= _DROPPED * hidden * max(0, sum(name in dict(self.levers)["train"] for name in _QKV) - 1)
+        if not framework.keeps_adapter_inputs:  # of which each adapter has a copy in fp32
+            more -= 4 * hidden * sum(name in dict(self.levers)["train"] for name in _QKV)
         if self.settings.remat is Remat.FULL:
             layer = _with_stream(layer, (framework.stream_bytes - job.compute_bytes) * hidden * job.seq_len)
         if dict(self.levers).get("base"):
@@ -271,8 +306,9 @@ def _more(line: Affine, num_bytes: float) -> Affine:
 
 def case_of(row: Row) -> Case | Skipped:
     """The case of a row, or why it cannot be predicted."""
+    stated = {name: text for name, text in _STATED.get(row.source, {}).items() if not row.text(name)}
     try:
-        return _case(row)
+        return _case(replace(row, cells={**row.cells, **stated}) if stated else row)
     except _SkipError as skip:
         return Skipped(reason=str(skip))
     except UserError as error:
@@ -304,6 +340,12 @@ def _case(row: Row) -> Case:
     data = count // (tp * pp * cp)
     cluster, has_rates = _cluster(row, count)
     mean_len, tokens = _mean_len(row, batch, seq_len)
+    if row.text("method") in _SAME_PRODUCTS or row.text("optimizer") == _FIRST_MATRIX_RESTS:
+        mean_len = None
+    if row.text("method") in PROMPTS:
+        virtual = json.loads(row.text("method_config"))["num_virtual_tokens"]
+        added = 0 if row.text("method") == "prefix_tuning" else virtual
+        seq_len, mean_len = seq_len + added, None if mean_len is None else mean_len + added
     return Case(
         row=row,
         config=config,
@@ -313,6 +355,7 @@ def _case(row: Row) -> Case:
         settings=Settings(
             tp=tp,
             pp=pp,
+            vpp=int(told[1]) if (told := re.search(r"VPP (\d+)", row.text("notes"))) else 1,
             cp=cp,
             ep=row.count("ep") or 1,
             micro_batch=batch,
@@ -327,6 +370,7 @@ def _case(row: Row) -> Case:
         tokens=tokens,
         has_rates=has_rates,
         parts=parts,
+        prompt_bytes=_PROMPT_BYTES * (row.count("trainable_params") or 0) if row.text("method") in PROMPTS else 0,
     )
 
 
@@ -344,8 +388,8 @@ def _refuse(row: Row) -> None:
         raise _SkipError(f"a measurement of scope {row.text('scope')}")
     if row.text("offload") not in ("", "0", "none", *_OFFLOADS):
         raise _SkipError(f"offload of {row.text('offload')} is no lever")
-    kind = _KINDS.get(method, method)
-    if method not in ("full", *_ADAPTERS) and kind not in KINDS:
+    priced = (*KINDS, *_SAME_PRODUCTS, *PROMPTS)
+    if method not in ("full", *_ADAPTERS) and _KINDS.get(method, method) not in priced:
         raise _SkipError(f"{method or 'no method stated'} is no lever")
     if row.text("method") == "lora" and row.text("quant_type"):
         raise _SkipError(f"{row.text('quant_type')} is no lever")
@@ -359,7 +403,7 @@ def _precision(row: Row) -> str:
     text = row.text("precision")
     if _float8(row) in Float8.values:
         return "bf16"
-    return {"": "bf16", "bf16 or fp16 (not stated)": "bf16", "16 bit": "bf16", "fp16 amp": "fp16"}.get(text, text)
+    return _PRECISIONS.get(text, text)
 
 
 def _float8(row: Row) -> str:
@@ -369,8 +413,10 @@ def _float8(row: Row) -> str:
 
 def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[tuple[str, str], ...]:
     found = {}
-    if _KINDS.get(row.text("method"), row.text("method")) in {*KINDS} - {LORA}:
-        found["train"] = _adapters(row)
+    if row.text("method") in PROMPTS:
+        found["train"] = _FIRST_NORM
+    elif _KINDS.get(row.text("method"), row.text("method")) in {*KINDS, *_SAME_PRODUCTS} - {LORA}:
+        found["train"] = _adapters(row, config)
     elif row.text("method") != "full":
         rank, targets = row.count("rank"), targets_of(row.text("target_modules") or framework.default_targets, config)
         if rank is None or targets is None:
@@ -397,12 +443,16 @@ def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[
     return tuple((found | ({} if optimizer == "adamw" else {"optimizer": optimizer})).items())
 
 
-def _adapters(row: Row) -> str:
+def _adapters(row: Row, config: Mapping[str, Any]) -> str:
     """The text of adapters whose settings are those of a config of peft."""
     kind = _KINDS.get(row.text("method"), row.text("method"))
     settings: dict[str, Any] = {"targets": row.text("target_modules").split(), "r": row.text("rank")}
     settings |= {"oft_block_size": 0} if kind == "oft" else {}  # its rank is a count of blocks
     settings |= json.loads(row.text("method_config") or "{}")
+    if kind in _SAME_PRODUCTS:
+        kind, rank = _SAME_PRODUCTS[kind]
+        targets = targets_of(row.text("target_modules"), config) or ()
+        settings = {"targets": [*targets], rank.removeprefix("init_"): settings.get(rank, row.text("rank"))}
     said = []
     for name, value in settings.items():
         parts = value if isinstance(value, list) else [value]
@@ -415,10 +465,13 @@ def _adapters(row: Row) -> str:
 def _zero(row: Row, framework: Framework, data: int) -> int:
     """The ZeRO stage: 3 or 2 where ``fsdp`` is above 1 or the engine is an FSDP engine, else what the states say."""
     is_sharded = (row.count("fsdp") or 1) > 1
-    own = isinstance(framework.engine.execution.states, StateBytes)
-    if is_sharded and own and data > 1 and row.text("method") == "full":
+    if framework.zero is not None:
+        return framework.zero
+    states = framework.engine.execution.states
+    own = isinstance(states, StateBytes)
+    if is_sharded and isinstance(states, StateBytes) and states.zero == 0 and data > 1 and row.text("method") == "full":
         raise _SkipError("all in bf16 under FSDP")
-    if own and not is_sharded:
+    if (own and not is_sharded) or (row.count("fsdp") == 1 and data > 1):
         return 0
     return 2 if "ZeRO-2" in row.text("notes") and not is_sharded else 3
 
@@ -431,7 +484,7 @@ def _cluster(row: Row, count: int) -> tuple[Cluster, bool]:
     elif key in _LIKE:
         like, mib = _LIKE[key]
         device = replace(find_device(like), memory_bytes=mib * _MIB)
-    elif not key[0] and count == 1:
+    elif not key[0]:
         device = find_device(_ANY)
     else:
         raise _SkipError(f"device not known: {' '.join(key).strip() or 'not stated'}")

@@ -3,6 +3,7 @@
 Models with code of their own (Qwen, ChatGLM, Baichuan) are given the form of a model of transformers that has the same
 matrices. Where queries, keys and values are one product, as in the first two, that is Phi-3, which makes one of the two
 of the gated layer as well; Baichuan's count as separate ones.
+DINOv2's gated layer of 4,096 is one of 6,144 that is not gated, with as many parameters.
 BERT's head is that of masked words, where its rows classify sequences: 3 % of the parameters, tied but for 1 million.
 """
 
@@ -61,13 +62,15 @@ _PACKAGED: Mapping[str, str] = {
     "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": "tinyllama-1.1b",
 }
 _OTHER_VOCABULARY: Mapping[str, tuple[str, int]] = {
+    "moonshotai/Moonlight-16B-A3B": ("deepseek-v2-lite", 163840),
     "OpenBuddy/openbuddy-zephyr-7b-v14.1": ("mistral-7b-v0.1", 36608),
     "baichuan-inc/Baichuan2-7B-Chat": ("llama2-7b", 125696),
     "baichuan-inc/Baichuan2-13B-Chat": ("llama2-13b", 125696),
     "unsloth/Mistral-7B-v0.2": ("mistral-7b-v0.1", 32000),
 }
-"""Models of the sizes of a packaged one with another vocabulary. Baichuan2-13B has ALiBi and a narrower feed-forward
-layer (13,696), which is set below."""
+"""Models of the sizes of a packaged one with another vocabulary. Baichuan2-13B has ALiBi."""
+_OTHER_FFN: Mapping[str, int] = {"baichuan-inc/Baichuan2-13B-Chat": 13696, "moonshotai/Moonlight-16B-A3B": 11264}
+"""Widths of feed-forward layers of these, where they differ too; Moonlight's is of its first block alone."""
 
 
 def _qwen(hidden: int, layers: int, heads: int, ffn: int, vocab: int, kv_heads: int = 0) -> dict[str, Any]:
@@ -118,6 +121,25 @@ def _phi(hidden: int, layers: int, ffn: int, rotary: float) -> dict[str, Any]:
     }
 
 
+def _vit(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, Any]:
+    """A vision transformer on images of 224 pixels in patches of 14, with 45 classes (benchmark_low_bit_adam.py)."""
+    return {
+        "model_type": "vit",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+        "image_size": 224,
+        "patch_size": 14,
+        "num_channels": 3,
+        "num_labels": 45,
+        "qkv_bias": True,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+
+
 _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen-1_8B-Chat": _qwen(2048, 24, 16, 5504, 151936),
     "Qwen/Qwen-7B-Chat": _qwen(4096, 32, 32, 11008, 151936),
@@ -132,6 +154,8 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "swiss-ai/Apertus-8B-Instruct-2509": _llama("apertus", 4096, 32, 32, 8, 21504, 131072),
     "microsoft/phi-2": _phi(2560, 32, 10240, 0.4),
     "microsoft/phi-1_5": _phi(2048, 24, 8192, 0.5),
+    "timm/vit_giant_patch14_dinov2.lvd142m": _vit(1536, 40, 24, 6144),
+    "timm/vit_huge_patch14_224.orig_in21k": _vit(1280, 32, 16, 5120),
     "stabilityai/stablelm-base-alpha-3b": {
         "model_type": "gpt_neox",
         "hidden_size": 4096,
@@ -152,7 +176,7 @@ def config_of(name: str) -> Mapping[str, Any] | None:
         return dict(load_model(_PACKAGED[name]).config)
     if name in _OTHER_VOCABULARY:
         base, vocab = _OTHER_VOCABULARY[name]
-        more = {"intermediate_size": 13696} if "Baichuan2-13B" in name else {}
+        more = {"intermediate_size": _OTHER_FFN[name]} if name in _OTHER_FFN else {}
         return {**load_model(base).config, "vocab_size": vocab, **more}
     return _CONFIGS.get(name)
 

@@ -278,7 +278,7 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     if "fp8 activation input store" in run.text("options") or _has_fp8_parameters(run):
         kernels = replace(kernels, activation_bytes=1)
     if run.text("compile") == "True":
-        kernels = replace(kernels, norm=True, rotary=True, activation=True, loss=True)
+        kernels = compiled(kernels)
     if run.text("act_ckpt") == "selective":
         named = tuple(
             module
@@ -360,9 +360,16 @@ def _megatron_core_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     )
 
 
+def compiled(kernels: Kernels) -> Kernels:
+    """Kernels as ``torch.compile`` fuses them."""
+    return replace(kernels, norm=True, rotary=True, activation=True, loss=True)
+
+
 _UNFUSED = ("graph_trainer", "aot_eager", "compiler toolkit")
 """Backends of torch.compile in torchtitan that run the captured graph as it is, without inductor."""
-_LOSS_NOT_COMPILED = re.compile(r"2024-|2025-0[1-4]|torch 2\.7|graph")
+COMPILED_LOSS_BYTES = (4, 2)
+"""Bytes of a logit at most, and kept, of a loss that inductor makes one kernel of."""
+LOSS_NOT_COMPILED = re.compile(r"2024-|2025-0[1-4]|torch 2\.7|graph")
 """Versions in which compiling the loss stands in comments, as it "causes CUDA errors", and those that capture it."""
 
 
@@ -378,8 +385,8 @@ def _torchtitan_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     is_fused = run.text("compile") == "True" and ("inductor" in name or not any(each in name for each in _UNFUSED))
     if not has_loss_in_pieces(run):
         kernels = replace(kernels, loss_pieces=1)
-    if is_fused and not _LOSS_NOT_COMPILED.search(name):
-        kernels = replace(kernels, loss_bytes=(4, 2))
+    if is_fused and not LOSS_NOT_COMPILED.search(name):
+        kernels = replace(kernels, loss_bytes=COMPILED_LOSS_BYTES)
     if _dispatcher(run, Execution()) == "deep" or (is_fused and month is not None and month[0] >= "2026-06"):
         kernels = replace(kernels, eager_routing=False)
     if run.text("act_ckpt") == "selective" and (detail == "graph pass" or "op" in detail):

@@ -100,11 +100,49 @@ def test_rows_without_a_length_have_no_time() -> None:
     assert predicted("lv-0468").step_time_s is None
 
 
+def case(name: str, **cells: str) -> Case:
+    found = case_of(with_cells(name, **cells))
+    assert isinstance(found, Case), found
+    return found
+
+
+def test_prompts_make_texts_longer_and_prefixes_do_not() -> None:
+    settings, lora = '{"num_virtual_tokens": 200}', case("lv-0102")
+    prompt, prefix = (
+        case("lv-0102", method=each, method_config=settings) for each in ("prompt_tuning", "prefix_tuning")
+    )
+    assert (prompt.seq_len, prefix.seq_len) == (lora.seq_len + 200, lora.seq_len)
+    assert prompt.prompt_bytes > 0 == lora.prompt_bytes
+
+
+@pytest.mark.parametrize("cells", [{"method": "vblora"}, {"optimizer": "lora-fa"}])
+def test_adapters_whose_matrices_or_steps_are_not_priced_have_memory_and_no_time(cells: dict[str, str]) -> None:
+    assert case("lv-0102").mean_len is not None
+    assert case("lv-0102", **cells).mean_len is None
+
+
+def test_what_a_script_states_fills_a_row_that_leaves_it_out() -> None:
+    left_out = {"source": "msswift_tuners", "batch_per_gpu": "", "seq_len": "", "framework": "ms-swift"}
+    found = case("lv-0102", **left_out)
+    assert (found.settings.micro_batch, found.seq_len) == (1, 2048)
+    assert case("lv-0102", **left_out | {"seq_len": "512"}).seq_len == 512
+
+
+def test_the_loss_of_torchtitan_is_compiled_since_may_2025() -> None:
+    cells = {"framework": "torchtitan", "method": "full", "compile": "1", "target_modules": "", "rank": ""}
+    kept = [
+        found.kernels.loss_bytes
+        for date in ("2024-12-26", "2025-06-14")
+        if (found := case("lv-0102", **cells, date=date).framework.engine.execution).kernels
+    ]
+    assert kept[1] < kept[0]
+
+
 @pytest.mark.parametrize(
     ("cells", "words"),
     [
         ({"offload": "optimizer+gradients"}, "offload of optimizer+gradients is no lever"),
-        ({"method": "prompt_tuning"}, "prompt_tuning is no lever"),
+        ({"method": "boft"}, "boft is no lever"),
         ({"batch_per_gpu": ""}, "batch_per_gpu not stated"),
         ({"model": "someone/else"}, "config not known: someone/else"),
         ({"framework": "another"}, "framework without an engine: another"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from steelyard.cost.predict import predict_memory
 from steelyard.errors import InvalidModelError, InvalidPlanError, UserError
@@ -115,6 +116,28 @@ def test_a_block_that_cannot_be_traced_as_one_function_is_refused() -> None:
     with pytest.raises(InvalidModelError, match="blocks of block") as caught:
         layer.compiled(torch.zeros(2))
     assert caught.value.field == "--compile"
+
+
+class _Sink(nn.Module):
+    """Scores with one more that no token has, as gpt-oss computes them: the place of the largest is read last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sink = nn.Parameter(torch.zeros(4, 1))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = torch.cat([hidden @ hidden.mT, self.sink.expand(len(hidden), 4, 1)], dim=-1)
+        chances = torch.softmax(scores - scores.max(dim=-1, keepdim=True).values, dim=-1)
+        return chances[..., :-1] @ hidden
+
+
+def test_all_results_of_an_operation_are_of_the_kernel_that_makes_it() -> None:
+    with FakeTensorMode():
+        layer = SimpleNamespace(block=_Sink(), layer_type=SimpleNamespace(name="block"), remat=Remat.NONE, drops=False)
+        change_layer(CompiledBlocks("blocks"), layer)
+        hidden = torch.zeros(2, 4, 8, requires_grad=True)
+        layer.compiled(hidden).sum().backward()
+        assert hidden.grad is not None
 
 
 # what is seen of it

@@ -18,7 +18,7 @@ from steelyard.cli.options import (
     NetworkOption,
     PrecisionOption,
     SeqLen,
-    check_choices,
+    check_choice,
     complete_one_of,
     option,
     parse_precision,
@@ -29,7 +29,7 @@ from steelyard.cli.options import (
 from steelyard.output import command
 from steelyard.plan.choices import Advice
 from steelyard.planning.advise import advise as advice_of
-from steelyard.planning.largest import MODEL, Largest, kinds, largest
+from steelyard.planning.largest import MODEL, SEQ_LEN, Largest, kinds, largest
 from steelyard.planning.request import PlanRequest, make_request
 from steelyard.report.tables import advice_cells, console, name, number, plain_table
 from steelyard.units import format_bytes, format_seconds
@@ -54,6 +54,7 @@ class Changes(TypedDict):
     asked: Change
     changes: list[Change]
     left_out: tuple[str, ...]
+    untried: tuple[str, ...]
 
 
 @prints(Changes | Largest)
@@ -89,7 +90,7 @@ def advise(
             of,
             cluster,
             global_batch=global_batch,
-            seq_len=seq_len,
+            seq_len="max" if most == SEQ_LEN else seq_len,
             network=network,
             memory=memory,
             memory_margin=memory_margin,
@@ -100,10 +101,9 @@ def advise(
 
     with progress("counting the model's layers", silent=as_json) as show:
         if most is not None:
-            what = check_choices("--max", most, {each: each for each in kinds()})[0]
-            size = largest(what, ask(levers), ask, progress=show)
+            size = largest(check_choice("--max", most, kinds()), ask(levers), ask, progress=show)
         else:
-            own, found, left_out = advice_of(ask(levers), progress=show)
+            own, found, left_out, untried = advice_of(ask(levers), progress=show)
     asked = {"--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len, "--network": network}
     asked |= {"--memory": memory, "--precision": None if precision == "bf16" else precision, "--engine": engine}
     asked |= {f"--{name}": text for name, text in levers.items()}
@@ -118,11 +118,14 @@ def advise(
         print_json(size) if as_json else print(f"{_size_text(size)}: {plan_with(size.options, largest_model)}")
         return
     if as_json:
-        print_json(Changes(asked=_content(own), changes=[_content(each) for each in found], left_out=left_out))
+        changes = [_content(each) for each in found]
+        print_json(Changes(asked=_content(own), changes=changes, left_out=left_out, untried=untried))
         return
     console().print(_table(own, found))
     for each in left_out:
         console().print(f"not tried: {each}")
+    if untried:
+        console().print(f"No time was left for {', '.join(untried)}. Run it again: traces of the model are kept.")
     if found and found[0].fits:
         print(f"Take the first: {plan_with(found[0].options)}")
 

@@ -191,8 +191,8 @@ def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[
 
 
 def check_choice(option: str, text: str, choices: Any, *, hint: str = "") -> Any:
-    """Return ``text`` if it is one of the literal ``choices``; raises `UserError` otherwise."""
-    known = get_args(choices)
+    """Return ``text`` if it is one of ``choices``, a literal type or a tuple; raises `UserError` otherwise."""
+    known = get_args(choices) or choices
     if text not in known:
         expected = "one of " + ", ".join(known)
         raise UserError(field=option, found=repr(text), expected=expected, hint=hint or nearest(text, known))

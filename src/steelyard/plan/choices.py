@@ -309,6 +309,8 @@ class Found(NamedTuple):
     """The best first."""
     left_out: tuple[str, ...]
     """Changes that cannot be had, each with the reason."""
+    untried: tuple[str, ...]
+    """Changes for which no time was left."""
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""

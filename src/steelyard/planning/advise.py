@@ -45,13 +45,14 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
     own = _advice(study, {}, math.nan, free.step_s, None)
     found: dict[str, Advice] = {}
     left_out: list[str] = []
+    untried: list[str] = []
     best: dict[str, tuple[Advice, dict[str, str]]] = {}
     deadline = time.process_time() + TOTAL_S
     singles = list(single_changes(request, asked=asked))
     for number, texts in enumerate(singles, start=1):
         progress(f"{number} of {len(singles)} changes, {_options(texts)}")
         if time.process_time() > deadline:
-            left_out.append(f"{_options(texts)}: no time was left")
+            untried.append(_options(texts))
             continue
         each = _try(limited, texts, own, free.step_s)
         if isinstance(each, str):
@@ -69,7 +70,7 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
         each = _try(limited, one | other, own, free.step_s)
         if isinstance(each, Advice):
             found[each.options] = each
-    return Found(own, tuple(sorted(found.values(), key=lambda each: each.order)), tuple(left_out))
+    return Found(own, tuple(sorted(found.values(), key=lambda each: each.order)), tuple(left_out), tuple(untried))
 
 
 def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Iterator[str]:

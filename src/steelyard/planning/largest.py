@@ -138,12 +138,13 @@ def _sizes(what: str, request: PlanRequest, ask: Ask) -> _Sizes:
         return _Sizes(lambda size: replace(given(named[size]), time_limit_s=LIMIT_S), first, sorted(named), named)
     lever = next((each for each in request.levers if each.size == what), None)
     if lever is None:
-        names = ", ".join(f"--{each.name}" for each in LEVERS.values() if each.size == what)
+        having = [each for each in LEVERS.values() if each.size == what]
+        names = ", ".join(f"--{each.name}" for each in having)
         raise UserError(
             field="--max",
             found=f"{what} without {names}" if names else what,
             expected=f"one of {', '.join(kinds())}",
-            hint=f"add {names}" if names else "choose one of them",
+            hint=f"add --{having[0].name} {having[0].offers[0]}" if having else "choose one of them",
         )
 
     def sized(size: int) -> PlanRequest:

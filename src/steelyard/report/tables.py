@@ -79,7 +79,7 @@ def plain_table(title: str, *columns: Column | str) -> Table:
 
 def advice_cells(each: Advice) -> tuple[str, ...]:
     """A change, the least memory with it, what that saves, the step, and what the change makes of training."""
-    fits = f"{format_seconds(each.step_s)} {100 * each.slowdown:+4.0f} %"
+    fits = f"{format_seconds(each.step_s)} {round(100 * each.slowdown):+4d} %"
     return (
         each.options or "as asked",
         "no plan" if each.least_bytes is None else format_bytes(each.least_bytes),

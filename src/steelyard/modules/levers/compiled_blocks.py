@@ -293,6 +293,9 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
     for node in reversed(graph.nodes):
         if node.users and (_is_view(node) or _is_fused(node)) and not own[node]:
             level[node] = max(level[node], min(level[each] - own[each] for each in node.users))
+    for node in graph.nodes:  # one kernel makes all results of an operation
+        if node.target is operator.getitem and _is_fused(node):
+            level[node] = level[node.all_input_nodes[0]]
     return level
 
 
