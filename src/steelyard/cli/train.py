@@ -26,7 +26,7 @@ def _sentence(text: str) -> str:
 
 def train(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
-    data: Annotated[Path, typer.Option("--data", help=_sentence(DATA_HELP))],
+    data: Annotated[Path | None, typer.Option("--data", help=_sentence(DATA_HELP))] = None,
     restarts: Annotated[
         int, typer.Option("--restarts", help="Start again from the newest checkpoint, when a process fails.", min=0)
     ] = 0,
@@ -115,7 +115,7 @@ def _parameters() -> list[Parameter]:
             Parameter.KEYWORD_ONLY,
             default=option.default,
             annotation=Annotated[
-                option.type,
+                list[str] if option.default == () else option.type,
                 typer.Option(
                     flag(option),
                     help=_sentence(option.metadata["help"]),
