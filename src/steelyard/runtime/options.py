@@ -269,10 +269,9 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         default = "" if option.default in (None, ()) else f" (default {option.default})"
         parser.add_argument(
             flag(option),
-            action="extend" if option.default == () else "store",
-            nargs=1 if option.default == () else None,
+            action="append" if option.default == () else "store",
             type=option.metadata["parser"],
-            default=option.default,
+            default=[] if option.default == () else option.default,
             help=option.metadata["help"] + default,
             metavar="YES|NO" if option.type is bool else option.metadata["parser"].__name__.upper(),
         )

@@ -18,6 +18,7 @@ global batch. Not done: packing several rows into a sample.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 TOKEN_IDS, IS_TARGET, NUM_TARGETS = "input_ids", "is_target", "num_targets"
 _ASSISTANT = "assistant"
+_MARKS = re.compile(r"\{%-?\s*generation\b")
 _VERSION = 1
 """Raised whenever a row becomes other tokens."""
 
@@ -153,7 +155,7 @@ def _conversed(tokenizer: Any, row: Sequence[Any]) -> _Turns:
         )["input_ids"]
 
     try:
-        if "generation" in tokenizer.chat_template:
+        if _MARKS.search(tokenizer.chat_template):
             whole = tokenizer.apply_chat_template(
                 messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
