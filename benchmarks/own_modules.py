@@ -11,7 +11,6 @@ Run on idle cores: python benchmarks/own_modules.py [--steps N] [--budget S] [--
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -85,10 +84,14 @@ class Encoder(nn.Module):
 class Modulated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block, self.gate = Block(), nn.Linear(WIDTH, WIDTH)
+        self.attention = Attention(is_causal=False)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.modulation = nn.Linear(WIDTH, 2 * WIDTH)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        return x + self.gate(functional.silu(condition)).unsqueeze(1) * self.block(x)
+        scale, gate = self.modulation(functional.silu(condition)).unsqueeze(1).chunk(2, dim=-1)
+        x = x + gate * self.attention(functional.layer_norm(x, (WIDTH,)) * (1 + scale))
+        return x + self.mlp(functional.layer_norm(x, (WIDTH,)))
 
 
 class Diffusion(nn.Module):
@@ -124,10 +127,10 @@ def diffusion():
 
 
 def steelyard(*words: object) -> None:
-    """Run a command; ends the benchmark with what it says where it fails."""
+    """Run a command; raises `RuntimeError` with what it says where it fails."""
     finished = subprocess.run(["steelyard", *map(str, words)], capture_output=True, text=True, check=False)
     if finished.returncode:
-        sys.exit(f"steelyard {' '.join(map(str, words))}\n{finished.stdout[-2000:]}{finished.stderr[-2000:]}")
+        raise RuntimeError(f"steelyard {' '.join(map(str, words))}\n{finished.stderr[-2000:]}")
 
 
 def main() -> None:
@@ -147,7 +150,11 @@ def main() -> None:
             steelyard("profile", builder, "-n", 2, *job, "--budget", options.budget, "-o", folder / "profile.json")
             for plan, choices in PLANS.items():
                 priced = ["--profile", folder / "profile.json", "--cluster", "1x2xcpu", "--memory", "4GiB"]
-                steelyard("plan", builder, *job, *priced, *choices, "-o", folder / "plan.json")
+                try:
+                    steelyard("plan", builder, *job, *priced, *choices, "-o", folder / "plan.json")
+                except RuntimeError as error:
+                    print(f"{name:<10} {plan:<9} refused: {error}", flush=True)
+                    continue
                 run = ["--data", "synthetic", "--steps", options.steps, "--record", folder / "record.json"]
                 steelyard("train", folder / "plan.json", "--builder", builder, *run)
                 record = json.loads((folder / "record.json").read_text())
