@@ -19,6 +19,8 @@ OPTIONS = TrainOptions(
     max_grad_norm=2.0,
     seed=3,
     tokenizer=Path("tokenizer.json"),
+    dataset=("a.jsonl:0.7", "b.jsonl:0.3"),
+    betas="0.8,0.9",
     text_key="body",
     max_data_bytes=1000,
     mask_token=4,
@@ -54,18 +56,31 @@ def test_the_command_takes_what_a_process_that_torchrun_starts_takes(
 
     monkeypatch.setattr(launching, "launch", launch)
     words = OPTIONS.arguments()
-    for name in ("--enforce-memory", "--elastic", "--merge", "--no-resume", "--keep-going"):
+    for name in ("--enforce-memory", "--elastic", "--merge", "--no-resume", "--keep-going", "--sft"):
         place = words.index(name)
         del words[place : place + 2]
-    run("train", plan, "--data", "text.txt", "--restarts", 2, *words)
+    run("train", plan, "--restarts", 2, *words)
     assert found == {
-        "arguments": (plan, Path("text.txt"), OPTIONS),
+        "arguments": (plan, None, OPTIONS),
         "restarts": 2,
         "elastic": None,
         "stdout_to_stderr": False,
     }
     run("train", plan, "--data", "text.txt", "--enforce-memory")
-    assert found["arguments"][2] == TrainOptions(enforce_memory=True)
+    assert found["arguments"] == (plan, Path("text.txt"), TrainOptions(enforce_memory=True))
+
+
+def test_an_optimizer_that_is_not_the_plans_is_refused_before_any_process_starts(
+    run: Run, plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "run_processes", lambda *_arguments, **_options: pytest.fail("a process started"))
+    error = user_error(run("train", plan, "--data", "synthetic", "--optimizer", "sgd"))
+    assert error.field == "--optimizer"
+    assert error.found == "sgd, and a plan for adamw"
+
+
+def test_data_is_needed(run: Run, plan: Path) -> None:
+    assert user_error(run("train", plan)).field == "--data"
 
 
 @pytest.mark.parametrize("words", [["--record", "missing/r.json"], ["--metrics", "."], ["--export-hf", "plan.json/w"]])

@@ -20,10 +20,13 @@ CONFIG = {key: value for key, value in CONFIGS["llama-tied"].items() if key != "
 
 
 def write_model(folder: Path) -> None:
-    """A model of first weights, with a tokenizer of 64 words."""
+    """A model of first weights, with a tokenizer of 64 words and two roles."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(folder)
-    words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *(f"w{n}" for n in range(64))])}
+    words = {
+        word: number
+        for number, word in enumerate(["<pad>", "<eos>", "<unk>", "user", "assistant", *(f"w{n}" for n in range(64))])
+    }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(

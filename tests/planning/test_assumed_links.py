@@ -14,11 +14,11 @@ from steelyard.plan.decisions import Decisions
 from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import find_plan
 from steelyard.planning.job import measured_over_catalogue, slowed, with_assumed_links
-from steelyard.planning.variants import on_devices
+from steelyard.planning.variants import Study, on_devices
 from steelyard.profiles.profile import Profile
 from steelyard.report.plan_table import link_lines
 from tests.cost import examples
-from tests.jobs import make_job
+from tests.jobs import make_job, request_of
 
 LINKED = """
 version: 1
@@ -125,11 +125,22 @@ def test_a_profile_of_one_device_prices_other_numbers_of_them(cpu_cluster: str) 
     assert on_devices(made(cpu_cluster, of_one_device()), 2).name == "cluster (1x2)"
 
 
-def test_a_profile_of_several_devices_still_prices_their_number_alone() -> None:
+def test_a_profile_of_several_devices_prices_their_number_and_divisors_of_it_alone() -> None:
+    profile = examples.measured_profile(examples.chain())
     with pytest.raises(InvalidProfileError, match=r"identity.num_devices: found 4\n  expected: 8, as"):
-        made("1x8xcpu", examples.measured_profile(examples.chain()))
-    with pytest.raises(UserError, match="on which the profile was measured"):
-        on_devices(made("1x4xcpu", examples.measured_profile(examples.chain())), 2)
+        made("1x8xcpu", profile)
+    job = made("1x4xcpu", profile)
+    for count in (0, 3, 8):
+        with pytest.raises(UserError, match="on which the profile was measured, or a divisor of it"):
+            on_devices(job, count)
+    study = Study(request_of(job), job)
+    for count in (1, 2, 4):
+        found = study.plan(on_devices(job, count))
+        assert not isinstance(found, str)
+        assert found.plan is not None
+        by_itself = plan_job(made(f"1x{count}xcpu", profile.for_devices(count))).plan
+        assert by_itself is not None
+        assert found.plan.prediction == by_itself.prediction
 
 
 def test_a_profile_of_another_device_is_refused() -> None:

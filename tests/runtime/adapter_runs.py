@@ -20,7 +20,8 @@ def run_all(folder: Path, runs: Iterable[tuple[str, Plan, TrainOptions]]) -> Non
     jobs = []
     for name, plan, options in runs:
         write_plan(plan, folder / f"{name}.json")
-        of = {"plan": str(folder / f"{name}.json"), "data": str(folder / "tokens.npy"), "processes": plan.num_devices}
+        data = None if options.dataset else str(folder / "tokens.npy")
+        of = {"plan": str(folder / f"{name}.json"), "data": data, "processes": plan.num_devices}
         jobs.append({"name": name, "arguments": options.arguments(), **of})
     (folder / "jobs.json").write_text(json.dumps(jobs))
     run_module("tests.runtime.run_worker", folder / "jobs.json", result=folder / "losses.json")

@@ -22,8 +22,8 @@ from steelyard.runtime.options import DATA_HELP, TrainOptions, flag
 
 FAULTS = "Failures"
 _GROUPS = {
-    "Optimizer": ("warmup_steps", "schedule", "min_lr", "weight_decay", "max_grad_norm", "seed"),
-    "Data": ("tokenizer", "text_key", "max_data_bytes", "eval_data", "eval_every", "mask_token"),
+    "Optimizer": ("warmup_steps", "schedule", "min_lr", "betas", "optimizer", "weight_decay", "max_grad_norm", "seed"),
+    "Data": ("dataset", "sft", "tokenizer", "text_key", "max_data_bytes", "eval_data", "eval_every", "mask_token"),
     "Checkpoints and weights": (
         *("checkpoint_every", "keep_last", "no_resume", "allow_change"),
         *("init", "export_hf", "merge"),
@@ -47,7 +47,7 @@ def _sentence(text: str) -> str:
 @prints(RunRecord)
 def train(
     path: PlanFile,
-    data: Annotated[Path, option("--data", "PATH", _sentence(DATA_HELP))],
+    data: Annotated[Path | None, option("--data", "PATH", _sentence(DATA_HELP))] = None,
     restarts: Annotated[
         int,
         count(
@@ -141,7 +141,7 @@ def _parameters() -> list[Parameter]:
     for each in fields(TrainOptions):
         metavar, text = _METAVARS.get(each.metadata["parser"]), _sentence(each.metadata["help"])
         shown = option(flag(each), metavar, text, _GROUP_OF.get(each.name))
-        kind, annotation = Parameter.KEYWORD_ONLY, Annotated[each.type, shown]
+        kind, annotation = Parameter.KEYWORD_ONLY, Annotated[list[str] if each.default == () else each.type, shown]
         own.append(Parameter(each.name, kind, default=each.default, annotation=annotation))
     groups = (None, *_GROUPS)
     return sorted(own, key=lambda parameter: groups.index(_GROUP_OF.get(parameter.name)))

@@ -166,13 +166,13 @@ def on_cluster(cluster: Cluster) -> Variant:
 def on_devices(job: Job, count: int) -> Variant:
     """Return the variant on ``count`` devices of the sort that a job has.
 
-    Raises `UserError` where its profile was measured on another number, and as `with_devices`.
+    Raises `UserError` where its profile was measured on a number that this does not divide, and as `with_devices`.
     """
-    if job.has_measured_links and count != job.cluster.num_devices:
+    if job.has_measured_links and (count < 1 or job.cluster.num_devices % count):
         raise UserError(
             field="--devices",
             found=str(count),
-            expected=f"{job.cluster.num_devices}, on which the profile was measured",
+            expected=f"{job.cluster.num_devices}, on which the profile was measured, or a divisor of it",
             hint="leave --profile out to have other device counts priced by the catalogue",
         )
     return on_cluster(with_devices(job.cluster, count))
@@ -447,7 +447,7 @@ class Study:
             elif job.is_mixed or len(cluster.pools) > 1:
                 return job_of(request)
             else:
-                job = job.on(cluster=cluster)
+                job = job.on(cluster=cluster, profile=job.profile.for_devices(cluster.num_devices))
         if request.global_batch is not None and request.global_batch != job.global_batch:
             job = replace(job, global_batch=request.global_batch)
         budget = request.budgets.get(cluster.name)

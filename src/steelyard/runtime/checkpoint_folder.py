@@ -31,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from steelyard.errors import InvalidCheckpointError, UserError
 from steelyard.files import read_text
 from steelyard.plan.plan import Plan
+from steelyard.runtime.data.rows import Rows
 from steelyard.runtime.options import AUTO, TrainOptions
 
 INFO_FILE = "run.json"
@@ -239,7 +240,7 @@ def check_model(info: CheckpointInfo, path: Path, plan: Plan) -> None:
 
 
 def changes(
-    info: CheckpointInfo, path: Path, options: TrainOptions, data: str | Path, data_samples: int | None = None
+    info: CheckpointInfo, path: Path, options: TrainOptions, data: str | Path | Rows, data_samples: int | None = None
 ) -> dict[str, str]:
     """Return what is changed of the run that wrote the checkpoint at ``path``: a sentence for each name.
 

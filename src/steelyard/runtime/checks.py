@@ -10,6 +10,7 @@ from pathlib import Path
 
 from steelyard.errors import InvalidCheckpointError, InvalidClusterError, InvalidDataError, InvalidPlanError, UserError
 from steelyard.hardware import Backend, DeviceType
+from steelyard.levers.optimizer import Optimizer
 from steelyard.output import check_file, check_folder
 from steelyard.plan.plan import Plan
 from steelyard.runtime.options import TrainOptions
@@ -219,6 +220,18 @@ def check_engine(plan: Plan) -> None:
             found=plan.engine,
             expected="a plan for steelyard's own runtime",
             hint=f"write it for {plan.engine} with `steelyard export`, or plan without --engine",
+        )
+
+
+def check_optimizer(plan: Plan, options: TrainOptions) -> None:
+    """Raises `UserError` for an optimizer other than the plan's, whose states the plan made room for."""
+    planned = plan.chosen_levers.value(Optimizer).word
+    if options.optimizer not in (None, planned):
+        raise UserError(
+            field="--optimizer",
+            found=f"{options.optimizer}, and a plan for {planned}",
+            expected="the plan's: its time and memory are those of that optimizer",
+            hint=f"plan with it (steelyard plan … --optimizer {options.optimizer}), or leave the option out",
         )
 
 

@@ -1,5 +1,6 @@
 """The loss of data that a run does not train on, which it reports every few steps."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from steelyard.errors import InvalidDataError, UserError
@@ -7,20 +8,28 @@ from steelyard.modules.dimensions import take_imbalance
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.plan import Plan
 from steelyard.runtime.data.prepare import SYNTHETIC
-from steelyard.runtime.data.source import OwnData, SampleData, open_samples
+from steelyard.runtime.data.rows import Rows
+from steelyard.runtime.data.source import NO_SAMPLE, CompletionData, OwnData, SampleData, open_samples
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 
 
-def open_run_data(path: str | Path, plan: Plan, own: OwnModel | None, options: TrainOptions) -> SampleData | OwnData:
-    """The samples of a run at ``path``; raises `InvalidDataError` for data that cannot be used."""
+def open_run_data(
+    source: str | Path | Rows, plan: Plan, own: OwnModel | None, options: TrainOptions
+) -> SampleData | OwnData:
+    """The samples of a run; raises `InvalidDataError` for data that cannot be used."""
     if own is not None:
-        return OwnData(Path(path), own, seed=options.seed)
-    return open_samples(path, options.text, plan.chain(), seq_len=plan.seq_len, seed=options.seed)
+        return OwnData(Path(str(source)), own, seed=options.seed)
+    return open_samples(source, options.text, plan.chain(), seq_len=plan.seq_len, seed=options.seed)
+
+
+def num_targets(data: SampleData | OwnData, samples: Iterable[int]) -> int | None:
+    """Return the targets of some samples; None where each has as many as another."""
+    return max(1, data.num_targets(samples)) if isinstance(data, CompletionData) else None
 
 
 class Evaluation:
-    """Evaluates ``--eval-data``: all of its samples that make whole global batches.
+    """Evaluates ``--eval-data``: all of its samples that make whole global batches; of rows of ``--sft`` all.
 
     Raises `InvalidDataError` where that is none.
     """
@@ -28,20 +37,21 @@ class Evaluation:
     def __init__(self, model: ParallelModel, own: OwnModel | None, options: TrainOptions) -> None:
         self._model, self._options = model, options
         self._data = None
-        if options.eval_data is None:
+        source = options.eval_source
+        if source is None:
             return
-        if str(options.eval_data) == SYNTHETIC:
+        if str(source) == SYNTHETIC:
             raise UserError(
                 field="--eval-data",
                 found=SYNTHETIC,
                 expected="data that ends",
                 hint="give a file or a folder",
             )
-        self._data = open_run_data(options.eval_data, model.plan, own, options)
-        if self._data.num_samples < model.plan.global_batch:
+        self._data = open_run_data(source, model.plan, own, options)
+        if self._data.num_samples < model.plan.global_batch and not isinstance(self._data, CompletionData):
             raise InvalidDataError(
                 field="--eval-data",
-                found=f"{self._data.num_samples} samples in {options.eval_data}",
+                found=f"{self._data.num_samples} samples in {source}",
                 expected=f"at least a global batch of {model.plan.global_batch}",
                 hint="give more data",
             )
@@ -52,12 +62,19 @@ class Evaluation:
         if self._data is None or not is_due:
             return None
         data, size = self._data, self._model.plan.global_batch
-        count = data.num_samples // size
-        total = 0.0
-        for batch in range(count):
-            total += self._model.eval_step(
-                lambda samples, first=batch * size: data.read([first + sample for sample in samples])  # type: ignore[misc]
-            ).item()
+        places = [*range(data.num_samples)]
+        if isinstance(data, CompletionData):
+            places += [NO_SAMPLE] * (-len(places) % size)
+        total, count = 0.0, 0
+        for first in range(0, len(places) - size + 1, size):
+            batch = places[first : first + size]
+            targets = num_targets(data, batch)
+            loss = self._model.eval_step(
+                lambda samples, batch=batch: data.read([batch[each] for each in samples]),  # type: ignore[misc]
+                num_targets=targets,
+            )
+            total += loss.item() * (targets or 1)
+            count += targets or 1
         self._model.clock.take_s()
         take_imbalance(self._model.layers)  # those of training alone are reported
         return total / count

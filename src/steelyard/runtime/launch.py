@@ -25,7 +25,7 @@ from steelyard.runtime.checkpoint_folder import (
     newest_intact,
     read_info,
 )
-from steelyard.runtime.checks import check_builder, check_elastic, check_host, check_outputs
+from steelyard.runtime.checks import check_builder, check_elastic, check_host, check_optimizer, check_outputs
 from steelyard.runtime.data.prepare import prepare_data
 from steelyard.runtime.options import TrainOptions
 from steelyard.units import format_bytes, format_seconds
@@ -36,7 +36,7 @@ OUT_OF_MEMORY = "MemoryExceededError"
 
 def launch(
     plan_path: str | Path,
-    data: str | Path,
+    data: str | Path | None,
     options: TrainOptions,
     *,
     restarts: int = 0,
@@ -44,7 +44,8 @@ def launch(
     stdout_to_stderr: bool = False,
 ) -> RunRecord | None:
     """Trains a plan on the devices of this host and returns the record; the first process prints a line per step,
-    to stderr where ``stdout_to_stderr`` is set. An ``elastic`` run's record is None where another host has it.
+    to stderr where ``stdout_to_stderr`` is set. ``data`` is None where ``options`` name a data set. An ``elastic``
+    run's record is None where another host has it.
 
     When a process fails, torchrun starts all again, up to ``restarts`` times. Raises a `UserError` for a mistake in
     the plan, the data or the options, `RankFailedError` if a process failed, and `StoppedError` if a signal has
@@ -54,8 +55,10 @@ def launch(
     check_builder(plan, options.builder)
     check_outputs(options)
     check_elastic(options)
-    for path in filter(None, (Path(data), options.eval_data)):
-        prepare_data(path, options.text, task=plan.chain().family.task)
+    source = options.source(data)
+    check_optimizer(plan, options)
+    for each in (source, options.eval_source):
+        prepare_data(each, options.text, task=plan.chain().family.task, seq_len=plan.seq_len)
     is_alone = elastic is None or elastic.rendezvous is None
     if options.checkpoint_dir is not None and is_alone:
         lock_folder(options.checkpoint_dir).close()
@@ -63,7 +66,7 @@ def launch(
     if resumed is not None:
         info = read_info(resumed[0])
         check_model(info, resumed[0], plan)
-        changes(info, resumed[0], options, data)
+        changes(info, resumed[0], options, source)
     with tempfile.TemporaryDirectory(prefix="steelyard-") as folder:
         options = replace(options, record=options.record or Path(folder) / "record.json")
         path = Path(plan_path)
@@ -87,7 +90,7 @@ def launch(
 def _run(
     path: Path,
     plan: Plan,
-    data: str | Path,
+    data: str | Path | None,
     options: TrainOptions,
     restarts: int,
     elastic: Elastic | None,
@@ -95,7 +98,7 @@ def _run(
 ) -> RunRecord | None:
     ranks = _first_ranks(plan, options.pool, num_hosts=1 if elastic is None else elastic.hosts[1])
     check_host(plan, ranks, device=options.device)
-    arguments = [str(path), "--data", str(data), *options.arguments()]
+    arguments = [str(path), *(() if data is None else ("--data", str(data))), *options.arguments()]
     run_processes(
         "steelyard.train",
         arguments,

@@ -27,7 +27,6 @@ from steelyard.modules.prepared import ApartConv1D
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 
-BETAS = (0.9, 0.95)
 DECAY_SHARE = 0.2
 """Share of the steps in which the rate of wsd falls."""
 _CONVOLUTION_DIMS = 4
@@ -36,7 +35,7 @@ _CONVOLUTION_DIMS = 4
 def make_optimizers(model: ParallelModel, options: TrainOptions) -> list[Optimizer]:
     """The optimizers of this rank's parameters, as the plan and the options say."""
     decayed = {id(parameter) for path, parameter in model.named_parameters() if decays(model.chain, path, parameter)}
-    return planned_optimizers(model, decayed, lr=options.lr, weight_decay=options.weight_decay, betas=BETAS)
+    return planned_optimizers(model, decayed, lr=options.lr, weight_decay=options.weight_decay, betas=options.beta_pair)
 
 
 def planned_optimizers(

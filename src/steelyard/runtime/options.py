@@ -12,6 +12,7 @@ from steelyard.hardware import DeviceType
 from steelyard.limits import MOST_BYTES, MOST_STEPS
 from steelyard.profiles.record import SLOW_SHARE
 from steelyard.runtime.data.prepare import TextOptions
+from steelyard.runtime.data.rows import Rows
 
 DATA_HELP = (
     "text, JSON lines, a folder of text, or token IDs (.npy, .bin); for image models a folder with a folder of images "
@@ -21,7 +22,7 @@ DATA_HELP = (
 MOST_SEED = 2**32 - 1
 AUTO = "auto"
 """As latest, where there is a checkpoint; else the run starts anew."""
-RUN_OPTIONS = ("data", "lr", "steps", "warmup_steps", "schedule", "min_lr", "weight_decay", "max_grad_norm")
+RUN_OPTIONS = ("data", "lr", "steps", "warmup_steps", "schedule", "min_lr", "betas", "weight_decay", "max_grad_norm")
 """What a checkpoint says of its run, so that a change is asked for."""
 
 
@@ -67,15 +68,28 @@ class TrainOptions:
         str,
     )
     min_lr: float | None = _option(None, "final learning rate; default: a tenth of --lr", least=0, most=1e6)
+    betas: str = _option("0.9,0.95", "decay rates of the optimizer's two moments, each from 0 to below 1", str)
+    optimizer: str | None = _option(None, "optimizer of the plan, to state it; another one is an error", str)
     weight_decay: float = _option(0.1, "weight decay of the optimizer", least=0, most=1e6)
     max_grad_norm: float = _option(1.0, "maximum global gradient norm; 0: no clipping", least=0, most=math.inf)
     seed: int = _option(0, "seed of initial weights and sample order", int, least=0, most=MOST_SEED)
-    tokenizer: Path | None = _option(None, "tokenizer.json for text; default: text is read as bytes", Path)  # noqa: RUF009
-    text_key: str = _option("text", "key of the text in JSON lines", str)
+    dataset: tuple[str, ...] = _option(
+        (),
+        "file, folder or ID that `datasets` reads, instead of --data: NAME, NAME@SPLIT or NAME@SPLIT:WEIGHT; repeat it "
+        "for a mixture",
+        str,
+    )
+    sft: bool = _option(
+        False, "rows of --dataset have a prompt and a completion, or messages; only answers have a loss", parse_yes
+    )
+    tokenizer: Path | None = _option(  # noqa: RUF009
+        None, "tokenizer.json or its folder; default: text is read as bytes, with --sft that of --init", Path
+    )
+    text_key: str = _option("text", "column of the text in JSON lines and other rows", str)
     max_data_bytes: int | None = _option(
         None, "maximum bytes of text to read from --data; default: all", int, least=1, most=MOST_BYTES
     )
-    eval_data: Path | None = _option(None, "data for evaluation, in a format of --data", Path)  # noqa: RUF009
+    eval_data: Path | None = _option(None, "data for evaluation, in a format of --data or --dataset", Path)  # noqa: RUF009
     eval_every: int = _option(100, "steps between evaluations; the last step is also evaluated", int, least=1)
     mask_token: int | None = _option(None, "mask token ID, for masked-token training", int, least=0)
     checkpoint_dir: Path | None = _option(None, "folder for checkpoints; default: no checkpoints", Path)  # noqa: RUF009
@@ -114,6 +128,7 @@ class TrainOptions:
     record: Path | None = _option(None, "file for the run record", Path)  # noqa: RUF009
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dataset", tuple(self.dataset))
         for option in fields(self):
             least, most, value = option.metadata["least"], option.metadata["most"], getattr(self, option.name)
             if least is not None and value is not None and not least <= value <= most:
@@ -136,6 +151,15 @@ class TrainOptions:
                 expected="a rate that a falling schedule reaches",
                 hint="leave --min-lr out, or choose another --schedule" if self.schedule == CONSTANT else "lower it",
             )
+        if not all(0 <= beta < 1 for beta in self.beta_pair):
+            raise _wrong_betas(self.betas)
+        if self.sft and (not self.dataset or self.max_data_bytes is not None):
+            raise UserError(
+                field="--sft",
+                found="--max-data-bytes" if self.dataset else "no --dataset",
+                expected="rows of a prompt and a completion, or of messages, whole",
+                hint="take a part as --dataset NAME@train[:1000]" if self.dataset else "add --dataset NAME",
+            )
 
     @property
     def allowed_changes(self) -> list[str]:
@@ -147,12 +171,42 @@ class TrainOptions:
         """Names of experiment trackers."""
         return [name.strip() for name in self.report_to.split(",") if name.strip()]
 
-    def of_run(self, data: str | Path) -> dict[str, str]:
+    @property
+    def beta_pair(self) -> tuple[float, float]:
+        """The decay rates of the optimizer's moments; raises `UserError` for what are not two numbers."""
+        try:
+            first, second = map(float, self.betas.split(","))
+        except ValueError:
+            raise _wrong_betas(self.betas) from None
+        return first, second
+
+    def source(self, data: str | Path | None) -> Path | Rows:
+        """What a run trains on; raises `UserError` unless it is either ``data`` or ``--dataset``."""
+        if (data is None) != bool(self.dataset):
+            raise UserError(
+                field="--data",
+                found="neither" if data is None else f"{data}, and --dataset {' '.join(self.dataset)}",
+                expected="one of --data and --dataset",
+                hint="give text, token ids or images as --data, rows and mixtures of them as --dataset",
+            )
+        return Path(data) if data is not None else Rows.parse(self.dataset)
+
+    @property
+    def eval_source(self) -> Path | Rows | None:
+        """What a run evaluates, of the kind that it trains on."""
+        if self.eval_data is None or not self.dataset:
+            return self.eval_data
+        return Rows.parse([str(self.eval_data)])
+
+    def of_run(self, data: str | Path | Rows) -> dict[str, str]:
         """The options that decide what is trained, as text."""
         given = {name: getattr(self, name) for name in RUN_OPTIONS[1:]}
         given["min_lr"] = f"{LEAST_LR_SHARE:g} of lr" if self.min_lr is None else self.min_lr
         texts = {name: each if isinstance(each, str) else repr(float(each)) for name, each in given.items()}
-        return {"data": Path(data).name, **{name: text.removesuffix(".0") for name, text in texts.items()}}
+        return {
+            "data": str(data) if isinstance(data, Rows) else Path(data).name,
+            **{name: text.removesuffix(".0") for name, text in texts.items()},
+        }
 
     @property
     def least_lr(self) -> float:
@@ -164,8 +218,10 @@ class TrainOptions:
     @property
     def text(self) -> TextOptions:
         """How text becomes tokens."""
+        own = self.init if self.sft and self.init is not None and (self.init / "tokenizer.json").is_file() else None
         return TextOptions(
-            tokenizer=self.tokenizer,
+            completions_alone=self.sft,
+            tokenizer=self.tokenizer or own,
             text_key=self.text_key,
             max_bytes=self.max_data_bytes,
             mask_token=self.mask_token,
@@ -174,12 +230,18 @@ class TrainOptions:
     def arguments(self) -> list[str]:
         """The command-line arguments that a parser with `add_train_options` reads back to equal options."""
         given = ((flag(option), getattr(self, option.name)) for option in fields(self))
-        return [part for name, value in given if value is not None for part in (name, str(value))]
+        values = ((name, each) for name, value in given for each in (value if isinstance(value, tuple) else [value]))
+        return [part for name, value in values if value is not None for part in (name, str(value))]
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> Self:
         """The options in the result of a parser that `add_train_options` prepared."""
         return cls(**{option.name: getattr(namespace, option.name) for option in fields(cls)})
+
+
+def _wrong_betas(text: str) -> UserError:
+    hint = "write for example --betas 0.9,0.95"
+    return UserError(field="--betas", found=repr(text), expected="two numbers from 0 to below 1", hint=hint)
 
 
 def flag(option: Field[Any]) -> str:
@@ -190,11 +252,12 @@ def flag(option: Field[Any]) -> str:
 def add_train_options(parser: argparse.ArgumentParser) -> None:
     """Adds every field of `TrainOptions` to a parser."""
     for option in fields(TrainOptions):
-        default = "" if option.default is None else f" (default {option.default})"
+        default = "" if option.default in (None, ()) else f" (default {option.default})"
         parser.add_argument(
             flag(option),
+            action="append" if option.default == () else "store",
             type=option.metadata["parser"],
-            default=option.default,
+            default=[] if option.default == () else option.default,
             help=option.metadata["help"] + default,
             metavar="YES|NO" if option.type is bool else option.metadata["parser"].__name__.upper(),
         )

@@ -30,6 +30,7 @@ from steelyard.runtime.checkpoint_folder import (
     plan_hash,
 )
 from steelyard.runtime.checks import tokenizer_files
+from steelyard.runtime.data.rows import Rows
 from steelyard.runtime.options import AUTO, TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
@@ -40,7 +41,7 @@ from steelyard.units import format_plural
 class Persistence:
     """The state of a run on disk, as one rank sees it; every method is a collective call.
 
-    ``data`` is the path of the data and ``data_samples`` the number of samples of an epoch: a resumed run recognises
+    ``data`` is where the data is and ``data_samples`` the number of samples of an epoch: a resumed run recognises
     its data by them.
     """
 
@@ -50,7 +51,7 @@ class Persistence:
         optimizers: Iterable[Optimizer],
         options: TrainOptions,
         *,
-        data: str | Path,
+        data: Path | Rows,
         data_samples: int,
     ) -> None:
         self._model, self._options = model, options
@@ -98,7 +99,7 @@ class Persistence:
         on_first_rank(self._lock_folder)
         resumed, known = whole_checkpoint(lambda known: checkpoint_to_resume(options, known, is_restart=restarts > 0))
         if options.export_hf is not None:
-            self._tokenizer = tokenizer_files(options.tokenizer)
+            self._tokenizer = tokenizer_files(options.text.tokenizer)
         if resumed is not None:
             path, notices = resumed
             info = read_checkpoint(path, self._state, self._model.plan, self._model.device)

@@ -27,7 +27,7 @@ from steelyard.plan.replanned import Replan
 from steelyard.processes.failure import TORCHRUN_RANK_VARIABLE
 from steelyard.processes.group import host_ranks, local_rank, process_group, world_size
 from steelyard.processes.rank import run_rank
-from steelyard.runtime.checks import check_elastic, check_host, check_outputs, check_world_size
+from steelyard.runtime.checks import check_elastic, check_host, check_optimizer, check_outputs, check_world_size
 from steelyard.runtime.data.prepare import prepare_data
 from steelyard.runtime.options import DATA_HELP, TrainOptions, add_train_options
 
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None, *, replan: Replan | None = None
         prog="torchrun -m steelyard.train", description="One process of a training run under a plan."
     )
     parser.add_argument("plan", help="the plan file")
-    parser.add_argument("--data", required=True, help=DATA_HELP)
+    parser.add_argument("--data", help=DATA_HELP)
     add_train_options(parser)
     namespace = parser.parse_args(arguments)
     run_rank(lambda: _begin(namespace, replan))
@@ -132,11 +132,13 @@ def _begin(namespace: argparse.Namespace, replan: Replan | None) -> None:
             _train(mine[0], namespace.data, options, store=mine[1])
 
 
-def _train(plan: Plan, data: str, options: TrainOptions, *, store: dist.Store | None = None) -> None:
+def _train(plan: Plan, data: str | None, options: TrainOptions, *, store: dist.Store | None = None) -> None:
     check_host(plan, host_ranks(), device=options.device)
+    check_optimizer(plan, options)
+    source = options.source(data)
     if local_rank() == 0:
-        for path in filter(None, (Path(data), options.eval_data)):
-            prepare_data(path, options.text, task=plan.chain().family.task)
+        for each in (source, options.eval_source):
+            prepare_data(each, options.text, task=plan.chain().family.task, seq_len=plan.seq_len)
     if os.environ["RANK"] == "0":
         check_outputs(options)
     from steelyard.runtime.train import train  # imports transformers: seconds that a mistake above need not wait for

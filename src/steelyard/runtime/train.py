@@ -32,9 +32,10 @@ from steelyard.processes.allocator import allocator_setting
 from steelyard.processes.stop import STOP_SIGNALS, StopWatch, handling
 from steelyard.profiles.record import OwnWork, RankRecord, RunRecord, SlowRank, StepRecord, slow_ranks
 from steelyard.runtime.checks import check_builder, device_type_of, stage_pool
+from steelyard.runtime.data.rows import Rows
 from steelyard.runtime.data.source import OwnData, SampleData
 from steelyard.runtime.divergence import Divergence
-from steelyard.runtime.evaluation import Evaluation, open_run_data
+from steelyard.runtime.evaluation import Evaluation, num_targets, open_run_data
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.optimizer import learning_rate, make_optimizers
 from steelyard.runtime.options import TrainOptions
@@ -113,8 +114,10 @@ MAX_WARMUP_STEPS = 3
 """Steps at the start of a run that its median step time leaves out."""
 
 
-def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord:
+def train(plan: Plan, data_path: str | Path | None, options: TrainOptions) -> RunRecord:
     """Trains the plan's model; call it on every process of the plan, inside `process_group`.
+
+    ``data_path`` is None where ``options`` name a data set.
 
     It begins with first weights, those of ``--init``, or where a checkpoint left off.
 
@@ -125,14 +128,15 @@ def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord
     state saved after the step that runs, and raises `StoppedError`.
     """
     own = planned_own(plan, options)
-    data = open_run_data(data_path, plan, own, options)
+    source = options.source(data_path)
+    data = open_run_data(source, plan, own, options)
     is_first = dist.get_rank() == 0
     memory_limit = MemoryLimit(plan, enforce=options.enforce_memory)
     with memory_limit.explained():
         seed = options.seed
         model = parallelize_plan(plan, seed=seed) if own is None else parallelize_checked(own, plan, seed)
         evaluation = Evaluation(model, own, options)
-        trainer = _Trainer(model, data, options, memory_limit, data_path, evaluation)
+        trainer = _Trainer(model, data, options, memory_limit, source, evaluation)
         trainer.persistence.begin()
         steps = trainer.run()
         if is_first:
@@ -193,7 +197,7 @@ class _Trainer:
         data: SampleData | OwnData,
         options: TrainOptions,
         memory_limit: MemoryLimit,
-        data_path: str | Path,
+        source: Path | Rows,
         evaluation: Evaluation,
     ) -> None:
         self.model, self._evaluation = model, evaluation
@@ -202,7 +206,7 @@ class _Trainer:
         self._data, self._options = data, options
         self._optimizers = make_optimizers(model, options)
         self._memory_limit = memory_limit
-        self.persistence = Persistence(model, self._optimizers, options, data=data_path, data_samples=data.num_samples)
+        self.persistence = Persistence(model, self._optimizers, options, data=source, data_samples=data.num_samples)
         self.stop = StopWatch()
         if options.checkpoint_dir is not None:
             model.asked_to_stop = self.stop.is_asked
@@ -267,7 +271,10 @@ class _Trainer:
 
     def _step(self, step: int) -> tuple[Tensor, Tensor]:
         first = self.persistence.first_sample(step)
-        loss = self.model.train_step(lambda samples: self._data.read([first + sample for sample in samples]))
+        loss = self.model.train_step(
+            lambda samples: self._data.read([first + sample for sample in samples]),
+            num_targets=num_targets(self._data, range(first, first + self.model.plan.global_batch)),
+        )
         norm = self.model.clip_gradients(self._options.max_grad_norm)
         if self._options.keep_going and not norm.isfinite():
             for parameter in self.model.parameters():

@@ -145,9 +145,10 @@ def test_a_named_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes)
 
 
 @pytest.mark.parametrize(
-    ("line", "found"), [("{", "no JSON"), ('{"body": "x"}', "found body in line 2"), ("[1]", "found list in line 2")]
+    ("line", "found"),
+    [("{", "JSON parse error"), ('{"body": "x"}', "None under 'text' in row 2"), ("[1]", "JSON parse error")],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, found: str) -> None:
+def test_a_bad_row_is_named(tmp_path: Path, line: str, found: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n' + line + "\n")
     with pytest.raises(InvalidDataError, match=found):
         open_small(tmp_path / "a.jsonl")

@@ -3,11 +3,11 @@
 A text file that is read as bytes is used where it lies. Everything else is written to a raw token file whose name is a
 hash of what enters it: the tokenizer and the names, sizes and times of the text files.
 
-| path                    | documents                                                                     |
-|-------------------------|-------------------------------------------------------------------------------|
-| a text file             | its content                                                                   |
-| ``.jsonl``, ``.ndjson`` | the value of one key (``text`` unless told otherwise) of each line's object   |
-| a folder                | those of its text files, folder by folder in the order of their names         |
+| data                       | documents                                                                  |
+|----------------------------|----------------------------------------------------------------------------|
+| a text file                | its content                                                                |
+| JSON lines, other `Rows`   | the text in one column (``text`` unless told otherwise) of each row        |
+| a folder                   | those of its text files, folder by folder in the order of their names      |
 
 In a folder hidden files, links, binary files and files that are no UTF-8 are left out; a file that is named directly
 must be text. The tokens of a document are its bytes, or what a Hugging Face tokenizer makes of it. Between documents
@@ -28,11 +28,13 @@ from pathlib import Path
 
 import numpy as np
 
-from steelyard.errors import InvalidDataError
+from steelyard.errors import InvalidDataError, UserError
 from steelyard.files import read_json
 from steelyard.model.family import Task
 from steelyard.plan.file import default_folder
+from steelyard.runtime.data.completions import open_completions
 from steelyard.runtime.data.files import NUM_BYTE_TOKENS, is_token_file, smallest_type
+from steelyard.runtime.data.rows import Rows, Source
 
 _DOCUMENTS_AT_ONCE = 256
 
@@ -118,11 +120,14 @@ _TEXT_SUFFIXES = (
 _PROBED_BYTES = 1 << 16
 
 
-def documents(path: Path, *, text_key: str) -> Iterator[str]:
-    """The documents at ``path`` in order; raises `InvalidDataError` for a line that has no text."""
+def documents(path: Path | Rows, *, text_key: str) -> Iterator[str]:
+    """The documents at ``path`` in order; raises `InvalidDataError` for a row that has no text."""
+    if isinstance(path, Rows):
+        yield from path.documents(text_key)
+        return
     for file in text_files(path):
         if file.suffix in JSON_LINES_SUFFIXES:
-            yield from _json_lines(file, text_key)
+            yield from Rows((Source(str(file), "train", None),)).documents(text_key)
         elif path.is_dir():
             with suppress(OSError, UnicodeDecodeError):  # left out: unreadable, binary or not UTF-8
                 content = file.read_bytes().decode()
@@ -169,29 +174,6 @@ def _no_text(file: Path, reason: str) -> InvalidDataError:
     )
 
 
-def _json_lines(file: Path, text_key: str) -> Iterator[str]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                entry = json.loads(line)
-            except ValueError as error:
-                raise _bad_line(file, number, f"no JSON ({error})", text_key) from error
-            if not isinstance(entry, dict) or not isinstance(entry.get(text_key), str):
-                keys = ", ".join(entry) if isinstance(entry, dict) else type(entry).__name__
-                raise _bad_line(file, number, keys or "an empty object", text_key)
-            yield entry[text_key]
-
-
-def _bad_line(file: Path, number: int, found: str, text_key: str) -> InvalidDataError:
-    return InvalidDataError(
-        found=f"{found} in line {number} of {file}",
-        expected=f"a JSON object with a string under {text_key!r}",
-        hint="name the key that holds the text with --text-key",
-    )
-
-
 _logger = logging.getLogger(__name__)
 
 SYNTHETIC = "synthetic"
@@ -202,42 +184,72 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """How text becomes tokens: a tokenizer (bytes without one), the key of JSON lines, and how many bytes at most."""
+    """How text becomes tokens: a tokenizer (bytes without one), the column of rows, and how many bytes at most."""
 
     tokenizer: Path | None = None
     text_key: str = "text"
     max_bytes: int | None = None
     mask_token: int | None = None
     """The token that hides another in masked-token prediction, where the tokenizer names none."""
+    completions_alone: bool = False
+    """Whether rows are prompts with completions, or conversations, and the loss is that of what answers."""
 
 
-def prepare_data(path: Path, options: TextOptions, *, task: Task = Task.CAUSAL_LM) -> None:
+def prepare_data(
+    data: Path | Rows | None, options: TextOptions, *, task: Task = Task.CAUSAL_LM, seq_len: int = 0
+) -> None:
     """Finds mistakes in the data before a run starts, and makes text into tokens while nobody waits for it."""
-    if str(path) == SYNTHETIC:
+    if isinstance(data, Rows):
+        check_rows(task, options)
+        if options.completions_alone:
+            open_completions(data, options.tokenizer, seq_len=seq_len)
+        else:
+            prepare_text(data, options)
         return
-    check_data_path(path)
-    if task.reads_text and not task.reads_features and not is_token_file(path):
-        prepare_text(path, options)
+    if data is None or str(data) == SYNTHETIC:
+        return
+    check_data_path(data)
+    if task.reads_text and not task.reads_features and not is_token_file(data):
+        prepare_text(data, options)
 
 
-def prepare_text(path: Path, options: TextOptions, *, folder: Path | None = None) -> Path:
-    """The token file of the text at ``path``, written now if it is new.
+def check_rows(task: Task, options: TextOptions) -> None:
+    """Raises `UserError` unless rows are data for the task."""
+    if not task.reads_text or task.reads_features:
+        raise UserError(
+            field="--dataset",
+            found=f"rows for {task}",
+            expected="a model that reads text",
+            hint="give --data what the model reads: steelyard train --help",
+        )
+    if options.completions_alone and task is not Task.CAUSAL_LM:
+        raise UserError(
+            field="--sft",
+            found=f"a plan for {task}",
+            expected=f"one for {Task.CAUSAL_LM}: an encoder sees what fills samples up to one length",
+            hint="leave --sft out",
+        )
+
+
+def prepare_text(data: Path | Rows, options: TextOptions, *, folder: Path | None = None) -> Path:
+    """The token file of text, written now if it is new.
 
     ``folder`` is that of the cache. Raises `InvalidDataError` where there is no text or no room to write.
     """
     tokenizer = open_tokenizer(options.tokenizer)
     if (
-        path.is_file()
-        and path.suffix not in JSON_LINES_SUFFIXES
+        isinstance(data, Path)
+        and data.is_file()
+        and data.suffix not in JSON_LINES_SUFFIXES
         and options.tokenizer is None
         and options.max_bytes is None
     ):
-        check_is_text(path)
-        return path
-    name = _key(path, options, tokenizer) + smallest_type(tokenizer.vocab_size)
+        check_is_text(data)
+        return data
+    name = _key(data, options, tokenizer) + smallest_type(tokenizer.vocab_size)
     target = (folder or default_folder("tokens")) / f"{name}.bin"
     if not target.is_file():
-        _write(target, path, options, tokenizer)
+        _write(target, data, options, tokenizer)
     return target
 
 
@@ -251,9 +263,9 @@ def check_data_path(path: str | Path) -> None:
         )
 
 
-def mask_token(path: Path, options: TextOptions) -> int | None:
+def mask_token(data: str | Path | Rows, options: TextOptions) -> int | None:
     """The token that hides another: as given, else the tokenizer's."""
-    if options.mask_token is not None or is_token_file(path):
+    if options.mask_token is not None or (not isinstance(data, Rows) and is_token_file(Path(data))):
         return options.mask_token
     return open_tokenizer(options.tokenizer).mask_token
 
@@ -271,14 +283,18 @@ def check_vocabulary(options: TextOptions, vocab_size: int) -> None:
         )
 
 
-def _key(path: Path, options: TextOptions, tokenizer: ByteTokenizer) -> str:
-    files = text_files(path)
-    stats = [(str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    entries = [_VERSION, str(path.resolve()), tokenizer.identity, options.text_key, options.max_bytes, stats]
+def _key(data: Path | Rows, options: TextOptions, tokenizer: ByteTokenizer) -> str:
+    if isinstance(data, Rows):
+        where, stats = "", data.identity()
+    else:
+        files = text_files(data)
+        where = str(data.resolve())
+        stats = [[str(file.relative_to(data)), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    entries = [_VERSION, where, tokenizer.identity, options.text_key, options.max_bytes, stats]
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:24]
 
 
-def _write(target: Path, path: Path, options: TextOptions, tokenizer: ByteTokenizer) -> None:
+def _write(target: Path, path: Path | Rows, options: TextOptions, tokenizer: ByteTokenizer) -> None:
     """Writes the token file as a whole or not at all."""
     texts = _limited(documents(path, text_key=options.text_key), options.max_bytes)
     scratch = target.with_name(f"{target.name}.{os.getpid()}.tmp")
@@ -304,7 +320,8 @@ def _write(target: Path, path: Path, options: TextOptions, tokenizer: ByteTokeni
     if not num_tokens:
         raise InvalidDataError(
             found=f"no text in {path}",
-            expected="UTF-8 text" + (" in files such as *.txt, *.md, *.py or *.jsonl" if path.is_dir() else ""),
+            expected="UTF-8 text"
+            + " in files such as *.txt, *.md, *.py or *.jsonl" * (isinstance(path, Path) and path.is_dir()),
             hint="give a path that holds text",
         )
     _logger.info("%s: %d tokens, kept in %s", path, num_tokens, target)

@@ -18,6 +18,7 @@ Samples for a user's own module: tensors of a file, by the names that they have 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,6 +34,7 @@ from steelyard.model.family import Task
 from steelyard.model.split import SplitFeatures
 from steelyard.modules.model_inputs import IGNORED, fitting_tokens
 from steelyard.modules.own_pieces import OwnModel
+from steelyard.runtime.data.completions import IS_TARGET, NUM_TARGETS, TOKEN_IDS, open_completions
 from steelyard.runtime.data.files import is_token_file, open_bytes, open_token_file
 from steelyard.runtime.data.order import SampleOrder, mixed
 from steelyard.runtime.data.prepare import (
@@ -43,6 +45,7 @@ from steelyard.runtime.data.prepare import (
     mask_token,
     prepare_text,
 )
+from steelyard.runtime.data.rows import Rows
 from steelyard.runtime.data.tokens import MadeUpTokens, MaskedData, PrefixLmData, Samples, TokenData
 
 
@@ -268,17 +271,57 @@ def _read_image(file: Path, shape: tuple[int, int, int]) -> np.ndarray:
     return np.ascontiguousarray(values.transpose(2, 0, 1)) / 127.5 - 1
 
 
-SampleData: TypeAlias = TokenData | PrefixLmData | MaskedData | ImageData | FeatureFolder | SyntheticFeatures
+NO_SAMPLE = -1
+"""In the place of a sample: nothing to read, and no target."""
+
+
+class CompletionData:
+    """Rows of `open_completions` as samples of one length, in an order that the seed decides."""
+
+    def __init__(self, rows: Rows, text: TextOptions, *, seq_len: int, seed: int) -> None:
+        found = open_completions(rows, text.tokenizer, seq_len=seq_len)
+        self._rows, self._seq_len = found.with_format("numpy"), seq_len
+        self._num_targets = np.asarray(self._rows[NUM_TARGETS][:])
+        self.num_samples = len(found)
+        self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
+
+    def read(self, samples: list[int]) -> Samples:
+        """Tokens [len, S] and, where the next one is a target, that one; `NO_SAMPLE` has none."""
+        inputs = np.zeros((len(samples), self._seq_len), dtype=np.int64)
+        labels = np.full_like(inputs, IGNORED)
+        for place, sample in enumerate(samples):
+            if sample != NO_SAMPLE:
+                row = self._rows[self._order.data_sample(sample)]
+                tokens, is_target = row[TOKEN_IDS], row[IS_TARGET].astype(bool)
+                inputs[place, : len(tokens)] = tokens
+                labels[place, : len(tokens) - 1] = np.where(is_target, tokens, IGNORED)[1:]
+        return Samples(inputs=torch.from_numpy(inputs), labels=torch.from_numpy(labels))
+
+    def num_targets(self, samples: Iterable[int]) -> int:
+        """Targets of some samples, which no rank needs to read for it."""
+        return sum(int(self._num_targets[self._order.data_sample(each)]) for each in samples if each != NO_SAMPLE)
+
+
+SampleData: TypeAlias = (
+    TokenData | PrefixLmData | MaskedData | CompletionData | ImageData | FeatureFolder | SyntheticFeatures
+)
 """Samples in an order that no plan changes."""
 
 
-def open_samples(path: str | Path, text: TextOptions, chain: ModelChain, *, seq_len: int, seed: int) -> SampleData:
-    """The samples at ``path`` for what a model is trained for.
+def open_samples(
+    path: str | Path | Rows, text: TextOptions, chain: ModelChain, *, seq_len: int, seed: int
+) -> SampleData:
+    """The samples of some data for what a model is trained for.
 
-    Raises `InvalidDataError` if the path is missing, holds nothing of the kind, is shorter than one sample, or does not
+    Raises `InvalidDataError` if a path is missing, holds nothing of the kind, is shorter than one sample, or does not
     belong to the model's vocabulary or classes.
     """
     task, is_made_up = chain.family.task, str(path) == SYNTHETIC
+    if isinstance(path, Rows):
+        if text.completions_alone:
+            check_vocabulary(text, chain.vocab_size)
+            return CompletionData(path, text, seq_len=seq_len, seed=seed)
+        return _open_tokens(path, text, chain, seq_len=seq_len, seed=seed)
     if not is_made_up:
         check_data_path(path)
     if task is Task.IMAGE_CLASSIFICATION:
@@ -290,27 +333,35 @@ def open_samples(path: str | Path, text: TextOptions, chain: ModelChain, *, seq_
         if is_made_up:
             return SyntheticFeatures(chain.features, open_data(path, TextOptions(), **options), seed=seed)
         return FeatureFolder(Path(path), chain.features, **options)
+    return _open_tokens(path, text, chain, seq_len=seq_len, seed=seed)
+
+
+def _open_tokens(
+    path: str | Path | Rows, text: TextOptions, chain: ModelChain, *, seq_len: int, seed: int
+) -> TokenData | PrefixLmData | MaskedData:
+    task = chain.family.task
     length = 2 * seq_len if task is Task.SEQ2SEQ_LM else seq_len
     tokens = open_data(path, text, seq_len=length, vocab_size=chain.vocab_size, seed=seed)
     if task is Task.SEQ2SEQ_LM:
         return PrefixLmData(tokens)
     if task is Task.MASKED_LM:
-        hidden = mask_token(Path(path), text)
+        hidden = mask_token(path, text)
         return MaskedData(tokens, mask_token=hidden, vocab_size=chain.vocab_size, seed=seed)
     return tokens
 
 
-def open_data(path: str | Path, text: TextOptions, *, seq_len: int, vocab_size: int, seed: int) -> TokenData:
-    """The samples of next-token prediction from the token file or text at ``path``; ``synthetic`` ones are made up."""
-    path = Path(path)
-    if str(path) == SYNTHETIC:
-        made_up = MadeUpTokens(vocab_size=vocab_size, seed=seed)
-        return TokenData(made_up, name=SYNTHETIC, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
-    check_data_path(path)
-    if is_token_file(path):
+def open_data(path: str | Path | Rows, text: TextOptions, *, seq_len: int, vocab_size: int, seed: int) -> TokenData:
+    """The samples of next-token prediction from a token file, text or rows; ``synthetic`` ones are made up."""
+    if not isinstance(path, Rows):
+        path = Path(path)
+        if str(path) == SYNTHETIC:
+            made_up = MadeUpTokens(vocab_size=vocab_size, seed=seed)
+            return TokenData(made_up, name=SYNTHETIC, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
+        check_data_path(path)
+    if isinstance(path, Path) and is_token_file(path):
         tokens = open_token_file(path, vocab_size=vocab_size)
     else:
         check_vocabulary(text, vocab_size)
         prepared = prepare_text(path, text)
-        tokens = open_bytes(path) if prepared == path else open_token_file(prepared, vocab_size=vocab_size)
+        tokens = open_bytes(prepared) if prepared == path else open_token_file(prepared, vocab_size=vocab_size)
     return TokenData(tokens, name=str(path), seq_len=seq_len, vocab_size=vocab_size, seed=seed)

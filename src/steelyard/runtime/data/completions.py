@@ -1,0 +1,188 @@
+"""Samples for fine-tuning: prompts with completions, or conversations; the loss is that of what answers.
+
+| columns                  | tokens                                            | targets                               |
+|--------------------------|---------------------------------------------------|---------------------------------------|
+| prompt, completion: text | of both, each by itself, and the end token        | completion and end token              |
+| messages                 | of the tokenizer's chat template                  | the turns of assistants               |
+| prompt, completion:      | likewise, of the messages of both                 | the turns of assistants in completion |
+| lists of messages        |                                                   |                                       |
+
+Turns of assistants are those that the template marks (``{% generation %}``). Where it marks none, a turn is what the
+conversation up to its end has beyond the prompt for it (``add_generation_prompt``); a template that writes earlier
+turns anew has no such turns, and is refused.
+
+A row is one sample: cut after the plan's sequence length, and filled up behind its end, where no token sees it and
+nothing is a target. Rows without targets within that length are left out. The loss is the mean over the targets of a
+global batch. Not done: packing several rows into a sample.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from steelyard.errors import InvalidDataError, UserError
+from steelyard.runtime.data.rows import Rows, Source, check_columns, stored_files
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
+TOKEN_IDS, IS_TARGET, NUM_TARGETS = "input_ids", "is_target", "num_targets"
+_ASSISTANT = "assistant"
+_MARKS = re.compile(r"\{%-?\s*generation\b")
+_VERSION = 1
+"""Raised whenever a row becomes other tokens."""
+
+_Turns = tuple[list[int], list[bool]]
+"""Tokens, and which of them are targets."""
+
+
+def open_completions(rows: Rows, tokenizer_folder: Path | None, *, seq_len: int) -> "Dataset":
+    """Return the rows that teach something as tokens, kept in the cache of `datasets`, where they are made once.
+
+    Raises `UserError` without a tokenizer, `InvalidDataError` for rows that are neither, or none.
+    """
+    tokenizer, identity = _open_tokenizer(tokenizer_folder)
+    made = [_tokenized(source, tokenizer, identity, seq_len) for source in rows.sources]
+    mixed = rows.mixed(made)
+    taught = np.flatnonzero(np.asarray(mixed.with_format("numpy")[NUM_TARGETS][:]))
+    if not len(taught):
+        raise InvalidDataError(
+            found=f"no target in the first {seq_len} tokens of any of {len(mixed)} rows of {rows}",
+            expected="answers within the plan's sequence length",
+            hint="plan for a longer --seq-len, or shorten prompts",
+        )
+    return mixed.select(taught)
+
+
+def _open_tokenizer(folder: Path | None) -> tuple[Any, str]:
+    """Return a tokenizer of transformers, and what tells it from others."""
+    from transformers import AutoTokenizer  # seconds, which options and the command line do without
+
+    if folder is None:
+        raise UserError(
+            field="--tokenizer",
+            found="none",
+            expected="the folder of the model's tokenizer, with its end token and chat template",
+            hint="add --tokenizer FOLDER; the one in the folder of --init is taken by itself",
+        )
+    folder = folder.parent if folder.is_file() else folder
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # of many kinds
+        raise InvalidDataError(
+            field="tokenizer",
+            found=f"{folder}: {str(error).splitlines()[0]}",
+            expected="the folder of a tokenizer (tokenizer.json, tokenizer_config.json)",
+            hint="save it there with save_pretrained",
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise InvalidDataError(
+            field="tokenizer",
+            found=f"no end token in {folder}",
+            expected="eos_token, by which the model learns to stop",
+            hint="name it in tokenizer_config.json",
+        )
+    parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token, tokenizer.chat_template]
+    return tokenizer, hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _tokenized(source: Source, tokenizer: Any, identity: str, seq_len: int) -> "Dataset":
+    rows = source.load()
+    key = [_VERSION, identity, seq_len, source.split, stored_files(rows)]
+    wanted = [MESSAGES] if MESSAGES in rows.column_names else [PROMPT, COMPLETION]
+    check_columns(source, rows, wanted, f"or {MESSAGES}, since --sft trains on what answers")
+    is_text = PROMPT in wanted and isinstance(rows[0][PROMPT], str)
+    if not is_text and tokenizer.chat_template is None:
+        raise InvalidDataError(
+            found=f"messages in {source.name}, and a tokenizer without a chat template",
+            expected="a template that writes messages as text",
+            hint="put the model's chat_template.jinja into the folder of --tokenizer, or give prompts and completions "
+            "as text",
+        )
+    turns: Callable[[Any, Any], _Turns] = _written if is_text else _conversed
+
+    def tokenize(batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {TOKEN_IDS: [], IS_TARGET: [], NUM_TARGETS: []}
+        for number, *row in zip(numbers, *(batch[name] for name in wanted), strict=True):
+            try:
+                tokens, is_target = turns(tokenizer, row)
+            except _RowError as error:
+                raise _no_row(source, number, str(error)) from error
+            found[TOKEN_IDS].append(tokens[:seq_len])
+            found[IS_TARGET].append(is_target[:seq_len])
+            found[NUM_TARGETS].append(sum(is_target[1:seq_len]))  # nothing predicts the first token
+        return found
+
+    return rows.map(
+        tokenize,
+        batched=True,
+        with_indices=True,
+        remove_columns=rows.column_names,
+        new_fingerprint=hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32],
+    )
+
+
+class _RowError(ValueError):
+    """What is wrong with a row."""
+
+
+def _written(tokenizer: Any, row: Sequence[Any]) -> _Turns:
+    if not all(isinstance(each, str) for each in row):
+        raise _RowError(f"a {type(row[0]).__name__} and a {type(row[1]).__name__}, not two texts")
+    prompt = tokenizer(row[0], verbose=False).input_ids
+    completion = tokenizer(row[1], add_special_tokens=False, verbose=False).input_ids
+    completion.append(tokenizer.eos_token_id)
+    return prompt + completion, [False] * len(prompt) + [True] * len(completion)
+
+
+def _conversed(tokenizer: Any, row: Sequence[Any]) -> _Turns:
+    given, *answer = row
+    if not all(isinstance(each, list) and all(isinstance(turn, dict) for turn in each) for each in row):
+        raise _RowError("no list of messages")
+    messages, first = (given + answer[0], len(given)) if answer else (given, 0)
+
+    def render(count: int, *, prompts: bool = False) -> list[int]:
+        if not count:
+            return []
+        return tokenizer.apply_chat_template(
+            messages[:count], add_generation_prompt=prompts, tokenize=True, return_dict=True
+        )["input_ids"]
+
+    try:
+        if _MARKS.search(tokenizer.chat_template):
+            whole = tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            begin = len(render(first, prompts=True))
+            marks = [bool(mark) and place >= begin for place, mark in enumerate(whole["assistant_masks"])]
+            return whole["input_ids"], marks
+        tokens = render(len(messages))
+        is_target = [False] * len(tokens)
+        for place in range(first, len(messages)):
+            if messages[place]["role"] == _ASSISTANT:
+                before, after = render(place, prompts=True), render(place + 1)
+                if tokens[: len(after)] != after or after[: len(before)] != before:
+                    raise _RowError(
+                        "turns that the chat template writes anew as the conversation goes on, without marking "
+                        "those of assistants ({% generation %})"
+                    )
+                is_target[len(before) : len(after)] = [True] * (len(after) - len(before))
+    except _RowError:
+        raise
+    except Exception as error:  # a template raises what it likes
+        raise _RowError(f"what the chat template refuses: {str(error).splitlines()[0]}") from error
+    return tokens, is_target
+
+
+def _no_row(source: Source, number: int, found: str) -> InvalidDataError:
+    return InvalidDataError(
+        found=f"{found}, in row {number + 1} of {source.name}@{source.split}",
+        expected=f"{PROMPT} and {COMPLETION} as text or as messages, or {MESSAGES}, which the chat template writes",
+        hint="correct the row, or leave it out",
+    )
