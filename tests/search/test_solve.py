@@ -53,6 +53,14 @@ def test_a_config_with_a_layer_without_a_legal_strategy_is_infeasible_within_any
     assert both.result == alone.result
 
 
+def test_progress_counts_configurations() -> None:
+    configs, _ = configs_and_plans(1)
+    said: list[str] = []
+    search(configs, 40, progress=said.append)
+    assert said[0] == "1 of up to 4 pipeline configurations"
+    assert said[-1].endswith("of up to 4 pipeline configurations")
+
+
 @pytest.mark.slow
 def test_the_ranked_configs_are_exact_as_far_as_asked_for() -> None:
     for seed in range(60):

@@ -28,7 +28,7 @@ def explore(
     cluster: options.ClusterOption,
     global_batch: options.GlobalBatch,
     output: Annotated[
-        Path, typer.Option("--output", "-o", callback=options.tried, help="Where to write the page (.html).")
+        Path, options.option("--output -o", "FILE", "Write the page (.html) to this file.", callback=options.tried)
     ],
     seq_len: options.SeqLen = None,
     network: options.NetworkOption = None,
@@ -39,25 +39,32 @@ def explore(
     profile: options.ProfileOption = None,
     vary: Annotated[
         str,
-        typer.Option(
-            "--vary", help="What the third slider changes beside memory and devices: seq-len or global-batch."
-        ),
+        options.option("--vary", "NAME", "Third slider: seq-len or global-batch.", options.SEARCH),
     ] = "seq-len",
     devices: Annotated[
         str | None,
-        typer.Option("--devices", help="Device counts of the slider, as in 8,16,32; default: half and twice as many."),
+        options.option(
+            "--devices", "LIST", "Device counts, as in 8,16,32. Default: also half and twice as many.", options.SEARCH
+        ),
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option("--price", help="Price of a device-hour, to show the cost of tokens.", min=0, max=MOST_PRICE),
+        options.option(
+            "--price",
+            "DOLLARS",
+            "Dollars per device-hour: adds the cost of tokens.",
+            options.BUDGET,
+            parser=options.real("--price", 0, MOST_PRICE, "2.5"),
+        ),
     ] = None,
     time_limit: Annotated[
         float,
-        typer.Option(
+        options.option(
             "--time-limit",
-            help="Seconds of computing after which the plans not yet solved are left out, and named on the page.",
-            min=0,
-            max=MOST_SECONDS,
+            "SECONDS",
+            "CPU seconds for all searches; the page names what is not solved by then.",
+            options.SEARCH,
+            parser=options.real("--time-limit", 0, MOST_SECONDS, "60"),
         ),
     ] = LIMIT_S,
     as_json: options.AsJson = False,

@@ -1,6 +1,7 @@
 """``steelyard report``: a plan as one HTML page, next to measurements of a run."""
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -10,16 +11,17 @@ from steelyard.cli import options
 from steelyard.cost.predict import predict
 from steelyard.errors import UserError
 from steelyard.limits import MOST_SECONDS
-from steelyard.output import write_file
+from steelyard.output import command, write_file
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.explain import explain_pools, search_for_report
+from steelyard.planning.explore import explore as solved_plans
 from steelyard.planning.price import priced_or_reason, with_cost
 from steelyard.planning.request import Elsewhere
 from steelyard.planning.variants import Study
 from steelyard.profiles.record import RunRecord
-from steelyard.report.html import ReportContents, report_page
+from steelyard.report.html import ReportContents, explore_page, report_page
 from steelyard.units import format_bytes
 
 
@@ -57,6 +59,17 @@ def report(
             parser=options.real("--time-limit", 0, MOST_SECONDS, "60"),
         ),
     ] = None,
+    explore: Annotated[
+        float,
+        options.option(
+            "--explore",
+            "SECONDS",
+            "Seconds for a last part with sliders for memory, devices and sequence length (see steelyard explore). "
+            "0: leave it out.",
+            options.SEARCH,
+            parser=options.real("--explore", 0, MOST_SECONDS, "52"),
+        ),
+    ] = 0,
     all_configs: Annotated[
         bool,
         options.option(
@@ -92,6 +105,10 @@ def report(
                 study = search_for_report(
                     plan, request, job, cost, time_limit_s=time_limit, everywhere=all_configs, progress=show
                 )
+            explored = None
+            if explore:
+                asked = command("plan", plan.model.name, *_options(plan))
+                explored = explore_page(solved_plans(request, asked, limit_s=explore, progress=show))
             show("writing the page")
             if plan.prediction is None or any(given.values()):
                 plan = with_cost(plan, job, cost)
@@ -101,6 +118,7 @@ def report(
                 job=job,
                 timeline=cost.timeline,
                 study=study,
+                explore_page=explored,
                 record=record,
             )
         text = report_page(found)
@@ -118,6 +136,13 @@ def report(
         )
     else:
         print(f"Written to {output} ({format_bytes(len(text.encode()))}).")
+
+
+def _options(plan: Plan) -> Iterator[str]:
+    """Yield the options of `steelyard plan` that all choices of the explorer share."""
+    yield from ("--global-batch", str(plan.global_batch), "--precision", plan.precision)
+    for name, text in plan.levers.items():
+        yield from (f"--{name}", text)
 
 
 def read_record(path: Path, plan: Plan, plan_path: Path) -> RunRecord:

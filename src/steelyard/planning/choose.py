@@ -7,7 +7,7 @@ plans and says what is proven of the first and why the others lost.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -137,6 +137,7 @@ def accept(
     uniform: bool = False,
     remat_runs: bool = False,
     cutoff_s: float = math.inf,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Acceptance:
     """The fastest plans of a job that fit, of all configurations whose cost tables are given; arguments as of
     `search`.
@@ -155,6 +156,7 @@ def accept(
         time_limit_s=time_limit_s,
         choices=partial(uniform_choices, job, remat_runs=remat_runs) if uniform else None,
         cutoff_s=cutoff_s,
+        progress=progress,
     )
     made = [] if found.ranked else [each.given.any_budget for each in found.configs if each.given.is_made]
     if uniform and not found.ranked and found.nearest_miss is None and cutoff_s == math.inf:
@@ -210,9 +212,10 @@ def without_margin(job: Job) -> Job:
     return Job.over([each.within(each.budget_bytes + each.margin_bytes) for each in job.by_group])
 
 
-def plan_request(request: PlanRequest, job: Job) -> PlanningResult:
+def plan_request(request: PlanRequest, job: Job, progress: Callable[[str], None] = lambda _: None) -> PlanningResult:
     """Return the plan of a request with this job, not compared with others yet."""
-    return plan_job(job, request.decisions, top=request.num_alternatives, time_limit_s=request.time_limit_s)
+    top, limit_s = request.num_alternatives, request.time_limit_s
+    return plan_job(job, request.decisions, top=top, time_limit_s=limit_s, progress=progress)
 
 
 def plan_job(
@@ -223,6 +226,7 @@ def plan_job(
     time_limit_s: float | None = TIME_LIMIT_S,
     tables: tuple[OnDemand, ...] | None = None,
     to_the_end: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> PlanningResult:
     """Searches every pipeline configuration of a job and turns the best into a plan.
 
@@ -245,6 +249,7 @@ def plan_job(
         top=top,
         time_limit_s=time_limit_s,
         to_the_end=to_the_end,
+        progress=progress,
     )
     found = plan_within(job, tables=tables)
     if found.plan is not None or not any(each.margin_bytes for each in job.groups):
@@ -266,6 +271,7 @@ def _plan_within(
     time_limit_s: float | None,
     tables: tuple[OnDemand, ...],
     to_the_end: bool,
+    progress: Callable[[str], None],
 ) -> PlanningResult:
     """As `plan_job`, within the budget of the job."""
     started = time.monotonic()
@@ -282,6 +288,7 @@ def _plan_within(
         partition=decisions.stage_partition,
         time_limit_s=time_limit_s,
         uniform=uniform,
+        progress=progress,
     )
     searched_s = time.monotonic() - started
     result = PlanningResult(

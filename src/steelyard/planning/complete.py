@@ -340,7 +340,7 @@ def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:
     limit = "" if request.time_limit_s is None else f", at most {format_seconds(request.time_limit_s)}"
     progress(f"searching plans for {request.chain.name} on {request.cluster.name}{limit}")
     if job.is_mixed:
-        return plan_request(request, job)
+        return plan_request(request, job, progress)
     if request.global_batch is None:
         grown = largest_batch(Study(request, job), progress=progress)
         result, notes = grown.result, grown.lines("global batch {}")
@@ -348,7 +348,7 @@ def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:
         result = fewest_devices(Study(request, job), progress=progress)
         notes = list(result.notes)
     else:
-        result, notes = plan_request(request, job), []
+        result, notes = plan_request(request, job, progress), []
         if job.profile.identity.is_measured and (beyond_times := samples_not_measured(job, request.decisions)):
             notes.append(f"left out: {beyond_times.values} {beyond_times.what} ({beyond_times.reason})")
         free = request.decisions.model_copy(update={"pins": ()})

@@ -184,6 +184,7 @@ def search(
     partition: Partition = "exact",
     choices: Choices | None = None,
     cutoff_s: float = np.inf,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> SearchResult:
     """The fastest plan over these configurations within the budget per device.
 
@@ -210,7 +211,7 @@ def search(
         results = [_cut_by(partition, each.tables, budget_bytes, choices) for each in given]
         return _summary(given, weights, results, budget_bytes)
     wanted = max(1, num_exact), num_alternatives
-    results = _solve_in_order(given, weights, budget_bytes, wanted, deadline, choices, cutoff_s)
+    results = _solve_in_order(given, weights, budget_bytes, wanted, deadline, choices, cutoff_s, progress)
     if cutoff_s == np.inf and all(each.solution is None for each in results):
         if choices is None:
             _find_nearest(given, results, budget_bytes)
@@ -227,6 +228,7 @@ def _solve_in_order(
     deadline: float | None,
     choices: Choices | None,
     cutoff_s: float,
+    progress: Callable[[str], None],
 ) -> list[ConfigResult]:
     """A result for each configuration: always the one of least bound next, first to sharpen its bound, then to solve
     it.
@@ -246,6 +248,7 @@ def _solve_in_order(
     num_begun = 0
     while waiting:
         bound, index, known = heapq.heappop(waiting)
+        progress(f"{len(results) + 1} of up to {len(given)} pipeline configurations")
         cutoff = min(cutoff_s, -best[0] if len(best) == num_exact else np.inf)
         may_end = bool(best) or (num_begun > 0 and not given[index].is_made)
         is_late = may_end and deadline is not None and time.monotonic() > deadline

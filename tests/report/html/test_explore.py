@@ -3,13 +3,14 @@
 import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from steelyard.plan.choices import Axis, Exploration, ExploredPoint
-from steelyard.report.html import explore_page
+from steelyard.report.html import explore_page, report_page
 from tests.report.browser import CHROMIUM, DRIVER, MISSING, Browser
 from tests.report.html.examples import HOSTILE, pipelined, single
 from tests.report.html.test_browser import LINES_OVER, WIDTHS, brightness
@@ -231,3 +232,20 @@ def test_it_prints_the_choice_without_controls(browser: Browser, page: Path) -> 
     assert browser.run("return getComputedStyle(document.querySelector('.choose')).display") == "none"
     assert "32 tokens" in browser.run("return document.getElementById('choice').innerText")
     browser.command("Emulation.setEmulatedMedia", media="", features=[])
+
+
+@browsed
+@pytest.mark.slow
+def test_controls_work_in_the_last_part_of_a_report(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(report_page(replace(single(), explore_page=explore_page(explored()))), encoding="utf-8")
+    browser.open(path)
+    seen = browser.run(
+        "const inner = document.querySelector('#explore iframe').contentDocument;"
+        "const memory = inner.getElementById('memory'); const said = () => inner.getElementById('verdict').textContent;"
+        "const before = said(); memory.value = 1; memory.dispatchEvent(new Event('input', {bubbles: true}));"
+        "return [before, said(), location.hash]"
+    )
+    assert seen[0].startswith("Does not fit")
+    assert seen[1].startswith("Fits")
+    assert seen[2] == ""

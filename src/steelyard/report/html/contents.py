@@ -26,6 +26,8 @@ class ReportContents:
     job: Job | None = None
     timeline: Timeline | None = None
     study: PlanStudy
+    explore_page: str | None = None
+    """Page of `steelyard explore`, shown as the last part."""
     record: RunRecord | None = None
     notes: tuple[str, ...] = ()
 

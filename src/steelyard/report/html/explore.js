@@ -127,9 +127,12 @@
     showCells();
   }
 
+  const hasAddress = location.protocol !== "about:"; // the frame of a report has none
+  at("kept").hidden = !hasAddress;
+
   function choose(where) {
     chosen = [...where];
-    history.replaceState(null, "", `#${keys.map((key, axis) => `${key}=${chosen[axis]}`).join("&")}`);
+    if (hasAddress) history.replaceState(null, "", `#${keys.map((key, axis) => `${key}=${chosen[axis]}`).join("&")}`);
     show();
   }
 

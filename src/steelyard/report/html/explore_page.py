@@ -101,7 +101,7 @@ def _controls(found: Exploration) -> Html:
         sliders[::-1],
         tag("fieldset", tag("legend", ways.name), radios),
         tag("button", "Back to what was asked", type="reset"),
-        tag("p", "The address of this page keeps the choice.", class_="hint"),
+        tag("p", "The address of this page keeps the choice.", class_="hint", id="kept"),
         class_="choose",
         aria_label="What to plan for",
     )

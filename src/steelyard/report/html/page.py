@@ -8,7 +8,7 @@ from steelyard.report.html.assumptions import assumption_section, link_text
 from steelyard.report.html.bars import memory_section, time_section
 from steelyard.report.html.baselines import baseline_section
 from steelyard.report.html.contents import ReportContents, glossary_section, term
-from steelyard.report.html.markup import Child, Html, document, join, tag
+from steelyard.report.html.markup import Child, Html, document, join, section, tag
 from steelyard.report.html.measured import measured_section
 from steelyard.report.html.strategies import strategy_section
 from steelyard.report.html.timeline import timeline_section
@@ -145,6 +145,13 @@ def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
     return [*tiles, ("proof", *prediction.certificate.brief)]
 
 
+def _explore_section(page: str) -> Html:
+    """Solved plans of other memory, devices and sizes as a frame, which keeps names of the two pages apart."""
+    hint = "Other memory, devices and sequence lengths, each solved. The same as a page of its own: steelyard explore."
+    frame = tag("iframe", srcdoc=page, title="Explore other choices", class_="explored")
+    return section("explore", "Explore", tag("p", hint, class_="hint"), frame)
+
+
 def report_page(found: ReportContents) -> str:
     """The complete page as the text of one file that loads nothing from anywhere."""
     sections = (
@@ -158,6 +165,7 @@ def report_page(found: ReportContents) -> str:
         baseline_section(found),
         assumption_section(found),
         glossary_section(found),
+        None if found.explore_page is None else _explore_section(found.explore_page),
     )
     title, name = f"{found.plan.model.name} on {found.plan.cluster}", found.plan_file
     commands = {
