@@ -17,6 +17,7 @@ TRAINING = {
     "own_loop.py": "tests/test_own_loop.py",
     "diffusion.py": "tests/docs/test_own_model.py",
     "lora_sft.py": "tests/integrations/test_lora_example.py",
+    "pretrain.py": "tests/integrations/test_pretrain_example.py",
 }
 
 

@@ -50,7 +50,7 @@ def test_every_cell_runs_in_order() -> None:
             "<b>fsdp4</b> on 6 layers",
         ),
         (trade_offs(), "Least step time within a memory budget"),
-        (Found(advice(), (advice("--loss chunked"),), (HOSTILE,)), "--loss chunked"),
+        (Found(advice(), (advice("--loss chunked"),), (HOSTILE,), ()), "--loss chunked"),
         (advice("--loss chunked"), "2.00 s"),
     ],
     ids=["plan", "plan without prediction", "trade-offs", "found", "advice"],

@@ -205,7 +205,7 @@ def test_no_baseline_is_faster_than_the_plan_that_is_chosen(
 def test_a_baseline_that_the_search_missed_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that ends early, at a plan in four stages that recomputes everything."""
 
-    def ended_early(request: PlanRequest, of: Job) -> PlanningResult:
+    def ended_early(request: PlanRequest, of: Job, _: object) -> PlanningResult:
         whole = plan_request(request, of)
         assert whole.plan is not None
         slow = plan_request(replace(request, decisions=Decisions(num_stages=4, remats=(Remat.FULL,))), of).plan

@@ -158,7 +158,7 @@ def test_the_chosen_row_of_a_frontier_is_the_plan_and_no_row_is_dominated(share:
 
 
 def test_what_a_candidate_misses_or_more_is_no_more_than_its_nearest_plan_does() -> None:
-    of = tight(0.1)
+    of = tight(0.08)
     best = plan_job(of, Decisions()).plan
     assert best is not None
     assert best.prediction is not None
