@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,21 +12,23 @@ SOURCE = Path(__file__).parents[1] / "src" / "steelyard"
 PACKAGES = sorted(path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__")
 
 OPENINGS = frozenset(
-    ["As", "At", "Beside", "Behind", "By", "For", "From", "How", "In", "Its", "Of", "On", "Over", "That", "Those", "To"]
-    + ["Under", "What", "When", "Where", "Which", "Why", "With", "Within"]
+    """
+    As At Behind Beside By For From How In Its Of On Over That Those To Under What When Where Which Why With Within
+    """.split()
 )
 """A docstring opens with a verb or a noun, so with none of these."""
 THIRD_PERSON = frozenset(
-    ["Adds", "Asks", "Begins", "Builds", "Calls", "Carries", "Checks", "Chooses", "Compares", "Computes", "Creates"]
-    + ["Divides", "Does", "Draws", "Ends", "Fills", "Finds", "Gathers", "Gives", "Goes", "Holds", "Joins", "Keeps"]
-    + ["Leaves", "Lets", "Loads", "Makes", "Marks", "Moves", "Opens", "Plays", "Prepares", "Prints", "Proves", "Puts"]
-    + ["Quantizes", "Raises", "Reads", "Records", "Reduces", "Refuses", "Registers", "Releases", "Removes", "Replaces"]
-    + ["Returns", "Runs", "Saves", "Says", "Scales", "Searches", "Sends", "Sets", "Shows", "Sorts", "Splits", "Starts"]
-    + ["Stops", "Takes", "Tells", "Trains", "Tries", "Turns", "Updates", "Waits", "Writes", "Has", "Is", "Names"]
+    """
+    Adds Asks Begins Builds Calls Carries Checks Chooses Compares Computes Creates Divides Does Draws Ends Fills
+    Finds Gathers Gives Goes Has Holds Is Joins Keeps Leaves Lets Loads Makes Marks Moves Names Opens Plays Prepares
+    Prints Proves Puts Quantizes Raises Reads Records Reduces Refuses Registers Releases Removes Replaces Returns
+    Runs Saves Says Scales Searches Sends Sets Shows Sorts Splits Starts Stops Takes Tells Trains Tries Turns
+    Updates Waits Writes
+    """.split()
 )
 """A function's docstring opens with the imperative."""
 PRIVATE = re.compile(
-    r"\b(?:but for|on (?:its|their) own|what \w+ takes?|walk(?:s|ed)?|rivals?|twins?|plain n-D|as hard as|beforehand)\b",
+    r"\b(?:but for|on (?:its|their) own|what \w+ takes?|walk(?:s|ed)?|rivals?|twins?|plain n-D|beforehand)\b",
     re.IGNORECASE,
 )
 
@@ -66,7 +69,7 @@ def test_docstrings_open_with_a_verb_or_a_noun_and_use_the_words_of_the_field(pa
 
 
 def test_a_fault_of_each_kind_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.test_language.SOURCE", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "file.py").write_text(
         '"""What a file is."""\n\n\ndef f():\n    """Returns a number."""\n\n\nX = 1\n"""All but for one."""\n'
