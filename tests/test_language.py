@@ -1,4 +1,4 @@
-"""The language of docstrings: how they open, and the words of the field in place of private ones (docs/reference/glossary.md)."""
+"""The language of docstrings: their openings, and the words of the field (docs/reference/glossary.md)."""
 
 import ast
 import re
