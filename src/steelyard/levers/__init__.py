@@ -1,6 +1,7 @@
 """The levers, one file each.
 
-To add one: its file here, where it is run its twin in `steelyard.modules.levers`, and a line below.
+To add one, write its file here and, if the runtime supports it, its implementation in `steelyard.modules.levers`, and
+add a line below.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,18 +28,18 @@ LEVERS: dict[str, type[Lever]] = {
     lever.name: lever
     for lever in (Train, QuantizedBase, Optimizer, Weights, Offload, ChunkedLoss, Float8, CompiledBlocks)
 }
-"""By name, in the order in which they are written. A test may add one of its own."""
+"""Levers by name, in the order in which they are written. A test may add one."""
 
 
 @dataclass(frozen=True)
 class Levers:
-    """The levers of a job, at most one value of each; those that change nothing are left out."""
+    """Levers of a job, at most one value of each; those that change nothing are left out."""
 
     chosen: tuple[Lever, ...] = ()
 
     @classmethod
     def of(cls, texts: Mapping[str, str | None]) -> "Levers":
-        """Those that these texts say, by the names of the levers; raises `UserError` for one that says none."""
+        """Parse texts keyed by lever name. Raise `UserError` for an unknown name or an invalid text."""
         for name in texts:
             if name not in LEVERS:
                 raise UserError(
@@ -65,38 +66,38 @@ class Levers:
 
     @property
     def texts(self) -> dict[str, str]:
-        """What a plan file says of them."""
+        """Text of each chosen lever, as in a plan file."""
         return {lever.name: str(lever) for lever in self.chosen}
 
     def value(self, lever: type[Value]) -> Value:
-        """The value of a lever: the default one where none was chosen."""
+        """Return the value of a lever, by default its default value."""
         return next((each for each in self.chosen if isinstance(each, lever)), lever())
 
     @cached_property
     def effects(self) -> Effects:
-        """What training keeps and moves beside the work of layers."""
+        """Memory and traffic of training outside the work of layers."""
         return reduce(lambda found, lever: lever.effects(found), self.chosen, Effects())
 
     def change(self, chain: ModelChain) -> ModelChain:
-        """What they make of a model."""
+        """Return the model as changed by the levers."""
         return reduce(lambda found, lever: lever.change(found), self.chosen, chain)
 
     def check(self, asked: Asked) -> None:
-        """Raises `UserError` for the first that cannot be had for this."""
+        """Raise `UserError` for the first lever that is not possible in this context."""
         for lever in self.chosen:
             lever.check(asked)
 
     def check_host(self, device_type: DeviceType) -> None:
-        """Raises `UserError` for the first that this host cannot run on its devices of this type."""
+        """Raise `UserError` for the first lever that this host cannot run on its devices of this type."""
         for lever in self.chosen:
             lever.check_host(device_type)
 
     def refusal(self, strategy: Divided) -> str | None:
-        """Why no layer may be trained so, None where it may."""
+        """Return why no layer can be trained with these levers under a strategy; None if they can."""
         return next((reason for lever in self.chosen if (reason := lever.refusal(strategy))), None)
 
     def weight_pass_refusal(self) -> str | None:
-        """Why gradients of weights have no passes of their own, None where they may."""
+        """Return why weight passes are not possible with these levers; None if they are."""
         return next((reason for lever in self.chosen if (reason := lever.weight_pass_refusal())), None)
 
 

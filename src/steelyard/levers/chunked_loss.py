@@ -1,11 +1,11 @@
 """The loss in chunks of tokens: the logits of a sample are never whole.
 
-The head computes logits and loss of one chunk after another, and does so again in the backward pass, chunk by chunk
-(activation checkpointing), so that of the logits [tokens, vocabulary] one chunk is there at a time, in the types and
-copies that the loss takes. That is one matrix product of the head more.
+The head computes logits and loss of one chunk after another, and repeats this in the backward pass (activation
+checkpointing), so that only one chunk of the logits [tokens, vocabulary] exists at a time, in the types and copies that
+the loss needs. This costs one additional matrix product of the head.
 
-Of next-token prediction. Under sequence parallelism beside tp the head's ranks hold parts of the sequence, and the loss
-stays whole.
+The lever applies to next-token prediction. Under sequence parallelism with tp the head's ranks hold parts of the
+sequence, and the loss stays whole.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _MOST = 1024
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLoss(Lever):
-    """The number of chunks that the tokens of a sample are computed in."""
+    """Number of chunks in which the loss of a sample is computed."""
 
     chunks: int = 1
 
@@ -35,7 +35,7 @@ class ChunkedLoss(Lever):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The number of chunks that a text says; raises `UserError` for another text."""
+        """Parse the number of chunks. Raise `UserError` for an invalid text."""
         kind, _, count = text.partition(":")
         if text == "whole":
             return cls()
@@ -53,14 +53,14 @@ class ChunkedLoss(Lever):
 
     @property
     def is_default(self) -> bool:
-        """Whether it is computed whole."""
+        """Whether the loss is computed whole."""
         return self.chunks == 1
 
     def objections(self, asked: Asked) -> Iterator[Objection]:
-        """A model of another task than next-token prediction."""
+        """Object to a model whose task is not next-token prediction."""
         if asked.chain.family.task is not Task.CAUSAL_LM:
             yield f"for {asked.chain.name}", "a model that predicts the next token", "leave it out"
 
     def change(self, chain: ModelChain) -> ModelChain:
-        """The model whose head computes so."""
+        """Return the model with the chunked loss in its head."""
         return replace(chain, changes=(*chain.changes, self))

@@ -1,13 +1,14 @@
 """Blocks compiled by `torch.compile`, each as one function; identical ones are compiled once.
 
-A compiled block saves less for its backward pass than autograd does, because PyTorch's partitioner computes elementwise
-operations again there, and it launches fewer kernels, which read and write fewer bytes: operations between matrix
-products, attention and collectives are fused. A trace sees both (`steelyard.modules.levers.compiled_blocks`).
+A compiled block saves less for its backward pass than autograd does, because PyTorch's partitioner recomputes
+elementwise operations there. It also launches fewer kernels, which read and write fewer bytes, because operations
+between matrix products, attention and collectives are fused. A trace includes both effects
+(`steelyard.modules.levers.compiled_blocks`).
 
-Embedding, head and optimizer are not compiled. Compiling takes seconds to a minute before the first step, which no
-price counts.
+Embedding, head and optimizer are not compiled. Compilation takes seconds to a minute before the first step, which no
+price includes.
 
-Ansel et al. 2024 (PyTorch 2), sections 4 and 5.
+Source: Ansel et al. 2024 (PyTorch 2), sections 4 and 5.
 """
 
 import importlib.util
@@ -40,7 +41,7 @@ class CompiledBlocks(WordLever):
     takes_long: ClassVar[bool] = True
 
     def objections(self, asked: Asked) -> Iterator[Objection]:
-        """A module of the user's own, and quantized weights."""
+        """Object to a module of the user's own, and to quantized weights."""
         if asked.chain.split.module:
             own = f"for {asked.chain.name}, a module of your own"
             yield own, "a model of transformers", "leave --compile out"
@@ -49,7 +50,7 @@ class CompiledBlocks(WordLever):
             yield "beside --base", whole, "leave --compile or --base out"
 
     def check_host(self, device_type: DeviceType) -> None:
-        """Raises `UserError` where this host has no compiler for what torch.compile generates."""
+        """Raise `UserError` if this host has no compiler for the code that torch.compile generates."""
         if device_type == "cpu":
             own = os.environ.get("CXX")
             is_there, needed = any(map(shutil.which, [own] if own else _COMPILERS)), "a C++ compiler (g++ or clang++)"
@@ -64,7 +65,7 @@ class CompiledBlocks(WordLever):
             )
 
     def refusal(self, strategy: Divided) -> str | None:
-        """Attention to tokens of other ranks and exchanges of tokens between experts have sizes that are not traced."""
+        """Refuse cp and ep: attention to other ranks and exchanges between experts have untraced sizes."""
         if strategy.token_degree > 1:
             return f"no cp with --{self.name} {self}: attention over other ranks' tokens is not compiled"
         if strategy.expert_degree > 1:
@@ -72,9 +73,9 @@ class CompiledBlocks(WordLever):
         return None
 
     def weight_pass_refusal(self) -> str:
-        """The backward pass of a compiled block is one function."""
+        """Refuse weight passes: the backward pass of a compiled block is one function."""
         return f"--{self.name} {self}: the backward pass of a compiled block is one function"
 
     def change(self, chain: ModelChain) -> ModelChain:
-        """The model whose blocks run so."""
+        """Return the model with compiled blocks."""
         return replace(chain, changes=(*chain.changes, self))

@@ -1,4 +1,4 @@
-r"""Linear layers of blocks that multiply in 8 bits, by torchao: operands are cast before each product, with scales.
+r"""8-bit matrix products in linear layers of blocks, by torchao: operands are cast before each product, with scales.
 
 | word       | a scale for           | products   | recipe                                          |
 |------------|-----------------------|------------|-------------------------------------------------|
@@ -6,19 +6,19 @@ r"""Linear layers of blocks that multiply in 8 bits, by torchao: operands are ca
 | rowwise    | each row              | e4m3       | torchao.float8, scales are powers of two        |
 | mxfp8      | 32 entries of a row   | e4m3       | OCP Microscaling formats (MX) 1.0, on Blackwell |
 
-All three products of a layer (output, gradients of input and weight) take operands in 8 bits and return the precision
-that computes, in which parameters, gradients and what is saved stay. Scales are those of the moment: an operand is read
-for its largest entry and again for its cast. A trace counts both, one by one or as ``--compile blocks`` fuses them.
-Without it casts cost more than the products gain. FLOP of products in 8 bits are counted apart, and priced at the part
-of the fp8 peak that others reach of bf16's: four layers of torchao's pull request 2185 on an H100 ran 1.1 to 1.7 times
-as fast with their casts, which leaves their products 1.8 to 2.3.
+All three products of a layer (output, gradients of input and weight) have 8-bit operands and results in compute
+precision. Parameters, gradients and saved tensors stay in compute precision. Scales are dynamic: an operand is read for
+its largest entry and again for its cast. A trace counts both, one by one or as fused by ``--compile blocks``; unfused,
+casts cost more than the products gain. FLOP of 8-bit products are counted separately, and priced at the fraction of the
+fp8 peak that other products reach of the bf16 peak. In four layers of torchao's pull request 2185 on an H100 the
+speed-up was 1.1 to 1.7 with casts, which means 1.8 to 2.3 for the products.
 
-Layers whose part on a rank has a dim that 16 does not divide stay as they are, as do embedding, head, routers and
-experts. fsdp and tp gather in the precision that computes; under tp each rank has scales of its own part.
+Layers are not converted if a dimension of their part on a rank is not divisible by 16; embedding, head, routers and
+experts never are. fsdp and tp gather in compute precision; under tp each rank has scales of its own part.
 
 A CPU computes the same numbers (`torch._scaled_mm`), slowly. MXFP8 is priced in closed form, for an engine that has it.
 
-Not modelled: fsdp and tp that gather in 8 bits; that kernels which reduce or write columns are slower than others.
+Not modelled: 8-bit gathers of fsdp and tp; slower kernels for reductions over columns and writes of columns.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ _PRODUCTS: Mapping[str, LowPrecision] = {
 
 @dataclass(frozen=True, slots=True)
 class Float8(WordLever):
-    """The scales of operands in 8 bits."""
+    """Scales of 8-bit operands."""
 
     word: str = NONE
 
@@ -57,7 +57,7 @@ class Float8(WordLever):
     precisions: ClassVar[tuple[str, ...]] = ("fp8", "mxfp8")
 
     def objections(self, asked: Asked) -> Iterator[Objection]:
-        """Adapters, a module of the user's own, and a device without fp8."""
+        """Object to adapters, to a module of the user's own, and to a device without fp8."""
         if asked.chain.has_adapters or "train" in asked.levers:
             yield "beside adapters", "linear layers that are trained themselves", "leave --float8 or --train out"
         if asked.chain.split.module:
@@ -74,15 +74,15 @@ class Float8(WordLever):
                 )
 
     def refusal(self, strategy: Divided) -> str | None:
-        """Layers of which ranks divide experts are not traced with it."""
+        """Refuse ep: layers of divided experts are not traced with it."""
         if strategy.expert_degree > 1:
             return f"no ep with --{self.name} {self}: layers of divided experts are not converted"
         return None
 
     def change(self, chain: ModelChain) -> ModelChain:
-        """The model whose blocks multiply so; what is not traced is priced in closed form alone."""
+        """Return the model with 8-bit products in its blocks; an untraced recipe is priced only in closed form."""
         return chain if self.word == MXFP8 else replace(chain, changes=(*chain.changes, self))
 
     def effects(self, effects: Effects) -> Effects:
-        """The rate of its products."""
+        """Return the effects with 8-bit products."""
         return replace(effects, low_precision=_PRODUCTS[self.word])

@@ -1,10 +1,10 @@
-"""A lever: one thing about training that a user may change beside the strategies of layers.
+"""The interface of a lever: one change of training that a user may make in addition to the strategies of layers.
 
-Each is a value in a module of its own, written as one word or text: the same in a plan file, behind its option on the
-command line, and in Python. What it changes of a step is asked of it by the methods of `Lever`; search, prices,
-memory, files and commands know no lever by name.
+Each lever is a value in its own module, written as one word or text: the same in a plan file, after its option on the
+command line, and in Python. The methods of `Lever` give its effects on a step; search, prices, memory, files and
+commands know no lever by name.
 
-How it is run is said by its twin in `steelyard.modules.levers`, and by each engine which of its values it takes
+`steelyard.modules.levers` has the implementation of each lever, and each engine lists the values that it supports
 (`steelyard.engines.engine.Engine.levers`).
 """
 
@@ -18,40 +18,40 @@ from steelyard.hardware import Device, DeviceType
 from steelyard.model.chain import ModelChain
 
 Result = Literal["exact", "rounding", "other updates", "fewer trained parameters"]
-"""What a lever makes of what is trained: the same numbers, the same but for rounding, another rule of updates, or less
-that is trained."""
+"""Effect of a lever on the training result: identical numbers, identical except for rounding, another update rule, or
+fewer trained parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixUpdate:
     r"""Bytes and FLOP of an optimizer for a whole matrix of $m \times n$ entries, $m \le n$.
 
-    Pairs are coefficients, as each field says.
+    Pairs are the coefficients of the terms that each field names.
     """
 
     state_bytes: float
-    """Bytes that it keeps of a parameter."""
+    """Bytes kept per parameter."""
     update_bytes: float
-    """Bytes that a step moves for a parameter, beside those of products."""
+    """Bytes moved per parameter and step, without those of matrix products."""
     flop: tuple[float, float]
-    """FLOP of a step in bf16: of $m^2 n$ and of $m^3$."""
+    """FLOP of a step in bf16: coefficients of $m^2 n$ and $m^3$."""
     product_bytes: tuple[float, float]
-    """Bytes of the operands and results of its products: of $m n$ and of $m^2$."""
+    """Bytes of operands and results of the products: coefficients of $m n$ and $m^2$."""
     buffer_bytes: tuple[float, float]
-    """Bytes that it has while it updates a matrix, one at a time: of $m n$ and of $m^2$."""
+    """Bytes of buffers while one matrix is updated: coefficients of $m n$ and $m^2$."""
     gathered_bytes: float
-    """Bytes of an entry of the update, which ranks that share a matrix gather, and get back."""
+    """Bytes per entry of the update, which ranks that share a matrix gather and get back."""
 
     def flop_of(self, m: float, n: float) -> float:
-        """FLOP of a step."""
+        """Return the FLOP of a step for one matrix."""
         return self.flop[0] * m**2 * n + self.flop[1] * m**3
 
     def product_bytes_of(self, m: float, n: float) -> float:
-        """Bytes of operands and results of a step."""
+        """Return the bytes of operands and results of a step for one matrix."""
         return self.product_bytes[0] * m * n + self.product_bytes[1] * m**2
 
     def buffer_bytes_of(self, m: float, n: float) -> float:
-        """Bytes that a step has beside what is kept."""
+        """Return the bytes of buffers in a step for one matrix, in addition to the kept ones."""
         return self.buffer_bytes[0] * m * n + self.buffer_bytes[1] * m**2
 
 
@@ -60,178 +60,177 @@ class LowPrecision:
     """Products of linear layers whose operands are cast to 8 bits."""
 
     peak: str
-    """Type whose peak they reach the same part of as others of bf16's."""
+    """Data type of the peak rate; products reach the same fraction of it as others of the bf16 peak."""
     forward: tuple[tuple[float, int], ...]
-    """Of casts in a forward pass, bytes that they move of an entry and their kernels: of a layer's inputs, which layers
-    share, and of its weights. For closed forms of compiled blocks: a trace counts them."""
+    """Casts of a forward pass, each as bytes moved per entry and number of kernels: those of a layer's inputs, which
+    layers share, and of its weights. Used in closed forms of compiled blocks; a trace counts them itself."""
     backward: tuple[tuple[float, int], ...]
-    """In a backward pass, and of the gradients of outputs."""
+    """Casts of a backward pass in the same form, with those of the gradients of outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """LoRA beside linear layers of blocks, of which nothing else is trained."""
+    """LoRA in linear layers of blocks, with everything else frozen."""
 
     rank: int
     targets: frozenset[str]
-    """Ends of the paths of linear layers; empty for all."""
+    """Path suffixes of linear layers; empty for all."""
     has_dropout: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
-    """What training keeps and moves beside the work of layers, as levers change it; without any as AdamW in fp32."""
+    """Memory and traffic of training outside the work of layers, as changed by levers; by default AdamW in fp32."""
 
     weight_bytes: int = 4
     """Bytes of a trained parameter, and of its gradient as it is summed and kept."""
     state_bytes: float = 8.0
-    """Bytes that the optimizer keeps of a trained parameter."""
+    """Bytes of optimizer state per trained parameter."""
     layer_state_bytes: int = 0
-    """What it keeps of a layer besides, at most; together no more than AdamW keeps."""
+    """Upper bound of additional optimizer bytes per layer; the total is at most that of AdamW."""
     optimizer: str = "adamw"
-    """What updates parameters, as a profile names it."""
+    """Name of the optimizer in a profile."""
     update_bytes: float = 28.0
-    """Bytes that a step of it moves for a trained parameter: AdamW reads 16 and writes 12."""
+    """Bytes that the optimizer step moves per trained parameter: AdamW reads 16 and writes 12."""
     host_bytes: float = 0.0
-    """Bytes that training keeps of a trained parameter in the memory of the host."""
+    """Bytes per trained parameter in host memory."""
     moved_bytes: float = 0.0
-    """Bytes that a step copies from and to the host for a trained parameter, both directions together."""
+    """Bytes copied from and to the host per trained parameter and step, both directions together."""
     buffer_bytes: int = 0
-    """What of a layer's bytes in host memory a step has on the device at a time, at most."""
+    """Upper bound of the bytes of a layer in host memory that are on the device at a time during a step."""
     matrices: MatrixUpdate | None = None
-    """What is otherwise for hidden matrices of blocks (`LayerType.has_matrix`); None where nothing is."""
+    """Update of hidden block matrices (`LayerType.has_matrix`), if it differs; None if it does not."""
     low_precision: LowPrecision | None = None
-    """Rate of products of 8-bit operands, where layers have some."""
+    """Products of 8-bit operands; None if layers have none."""
     adapters: Adapters | None = None
-    """Of plain LoRA, for closed forms: a trace has them."""
+    """Plain LoRA, for closed forms; a trace includes the adapters."""
     parameters_on_host: bool = False
-    """Whether all that is kept of parameters lies in the memory of the host, which updates them: they are copied to the
+    """Whether all states of parameters lie in host memory and are updated by the host: parameters are copied to the
     device for every pass of a layer, and their gradients back."""
     saves_on_host: bool = False
-    """Whether what blocks save for their backward passes lies in the memory of the host."""
+    """Whether the tensors that blocks save for their backward passes lie in host memory."""
 
     @property
     def uses_host(self) -> bool:
-        """Whether anything lies in the memory of the host."""
+        """Whether anything lies in host memory."""
         return self.host_bytes > 0 or self.parameters_on_host or self.saves_on_host
 
 
 class Runner(Protocol):
-    """What runs levers: an engine."""
+    """An engine, as levers see it."""
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the engine."""
 
     def lever_refusal(self, lever: "Lever", /) -> str | None:
-        """Why it does not run this value, in words behind its name; None where it does."""
+        """Return why the engine does not run this value, in words after its name; None if it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a lever is asked for, beside other levers."""
+    """Context of a lever: the model, engine, devices and other levers."""
 
     chain: ModelChain
     engine: Runner | None = None
-    """What runs it; None where that is asked elsewhere."""
+    """Engine that runs the lever; None if it is checked elsewhere."""
     engines: tuple[Runner, ...] = ()
-    """All that are known."""
+    """All known engines."""
     levers: Mapping[str, str] = field(default_factory=dict)
     """Texts of all levers, by name."""
     precision: str | None = None
-    """What layers compute in; None where that is asked elsewhere."""
+    """Precision in which layers compute; None if it is checked elsewhere."""
     devices: tuple[Device, ...] = ()
-    """Types of the devices, where they are known."""
+    """Types of the devices, if known."""
 
 
 AUTO = "auto"
-"""Leaves a value to the search: the word of levers that are ``searched``, in the place of a value."""
+"""Word that leaves the value of a ``searched`` lever to the search."""
 Objection = tuple[str, str, str]
-"""What was found, in words behind the lever's text, what is expected, and what to do."""
+"""Fault found (in words after the lever's text), expectation, and hint."""
 
 
 class Divided(Protocol):
-    """What a strategy makes of a layer's parameters."""
+    """Division of a layer's parameters and work by a strategy."""
 
     @property
     def state_shards(self) -> int:
-        """Ranks that share its states."""
+        """Number of ranks that share the layer's states."""
 
     @property
     def replicas(self) -> int:
-        """Ranks with other samples that have the same states."""
+        """Number of ranks with other samples that have the same states."""
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether its parameters are whole from its forward to its backward pass."""
+        """Whether parameters stay whole from the forward to the backward pass."""
 
     @property
     def tensor_degree(self) -> int:
-        """Ranks that divide its matrices."""
+        """Number of ranks that divide the layer's matrices."""
 
     @property
     def token_degree(self) -> int:
-        """Ranks that divide the sequence of every sample."""
+        """Number of ranks that divide the sequence of every sample."""
 
     @property
     def expert_degree(self) -> int:
-        """Ranks that divide its experts."""
+        """Number of ranks that divide the layer's experts."""
 
     @property
     def remat(self) -> str:
-        """What of it is computed again in the backward pass: none, selective or full."""
+        """Recomputation in the backward pass: none, selective or full."""
 
 
 class Lever(ABC):
     """One value of a lever, frozen and hashable."""
 
     name: ClassVar[str]
-    """Its key in a plan file, and its option on the command line behind two dashes."""
+    """Key in a plan file; with two dashes in front, the command-line option."""
     values: ClassVar[tuple[str, ...]] = ()
-    """What may be asked for, where that is one of a few words."""
+    """Allowed words, if the lever is one of a few."""
     offers: ClassVar[tuple[str, ...]] = ()
-    """What advice tries of it."""
+    """Values that advice tries."""
     offered_with: ClassVar[Mapping[str, str]] = {}
-    """Texts of other levers beside which alone advice tries it."""
+    """Texts of other levers that advice requires before it tries this one."""
     help: ClassVar[str]
-    """What the option is, in a sentence."""
+    """Description of the option, in a sentence."""
     result: ClassVar[Result] = "exact"
     takes_long: ClassVar[bool] = False
-    """Whether a model is traced for up to a minute with it, so that advice tries it last, and not unasked."""
+    """Whether tracing a model with it takes up to a minute, so that advice tries it last, and only on request."""
     searched: ClassVar[bool] = False
-    """Whether a search may choose among its ``values``, asked for by `AUTO`; none of them changes the model."""
+    """Whether a search may choose among its ``values``, requested by `AUTO`; none of them changes the model."""
     adds_parameters: ClassVar[bool] = False
-    """Whether it adds parameters to a model, and leaves all else untrained."""
+    """Whether it adds parameters to a model and freezes all others."""
 
     tolerances: ClassVar[tuple[float, float]] = (0.0, 0.0)
-    """Relative differences of losses and of gradients between two plans with it, where they are above those of the
-    precision."""
+    """Relative tolerances of losses and gradients between two plans with it, if above those of the precision."""
     precisions: ClassVar[tuple[str, ...]] = ()
-    """Precisions in the place of which engines have it."""
+    """Precisions by which engines name it."""
     size: ClassVar[str] = ""
-    """What is called its size, if it has one: advice finds the largest that fits."""
+    """Name of its size, if it has one; advice finds the largest size that fits."""
 
     @classmethod
     def said(cls, text: str) -> dict[str, str]:
-        """What a text behind the option says: of this lever, by its name, and where it is short for several of all."""
+        """Return the texts, by lever name, that an option's text stands for; a short form may set several levers."""
         return {cls.name: text}
 
     @classmethod
     @abstractmethod
     def parse(cls, text: str) -> Self:
-        """The value that a text says; raises `UserError` for one that says none."""
+        """Parse a text. Raise `UserError` if it is invalid."""
 
     @abstractmethod
     def __str__(self) -> str:
-        """The text that says it."""
+        """Return the text of the value."""
 
     @property
     def is_default(self) -> bool:
-        """Whether it changes nothing, so that no plan names it."""
+        """Whether it changes nothing, so that plans leave it out."""
         return False
 
     def check(self, asked: Asked) -> None:
-        """Raises `UserError` where it cannot be had for this."""
+        """Raise `UserError` if the lever is not possible in this context."""
         refused = asked.engine and asked.engine.lever_refusal(self)
         objections = self.objections(asked)
         if asked.engine is not None and refused is not None:
@@ -242,52 +241,52 @@ class Lever(ABC):
             raise UserError(field=f"--{self.name}", found=f"{self} {found}", expected=expected, hint=hint)
 
     def objections(self, _asked: Asked) -> Iterator[Objection]:
-        """Reasons why it cannot be had by itself, whatever runs it: the first one is told."""
+        """Yield reasons why the lever is not possible, regardless of the engine; only the first one is reported."""
         return iter(())
 
     def sized(self, _size: int) -> "Lever":
-        """The same of another size, if it has one."""
+        """Return the lever with another size, if it has one."""
         return self
 
     def check_host(self, _device_type: DeviceType) -> None:
-        """Raises `UserError` where this host cannot run it on its devices of this type."""
+        """Raise `UserError` if this host cannot run the lever on its devices of this type."""
         return
 
     @property
     def without_chance(self) -> "Lever":
-        """The same with nothing drawn at random."""
+        """The lever without randomness."""
         return self
 
     def change(self, chain: ModelChain) -> ModelChain:
-        """What it makes of a model."""
+        """Return the model as changed by the lever."""
         return chain
 
     def warning(self, _chain: ModelChain) -> str:
-        """A warning about the model as this has changed it; empty where there is none."""
+        """Return a warning about the changed model; empty if there is none."""
         return ""
 
     def refusal(self, _strategy: Divided) -> str | None:
-        """Why no layer may be trained so, None where it may."""
+        """Return why no layer can be trained with the lever under a strategy; None if it can."""
         return None
 
     def weight_pass_refusal(self) -> str | None:
-        """Why gradients of weights have no passes of their own beside it, None where they may."""
+        """Return why weight passes are not possible with the lever; None if they are."""
         return None
 
     def effects(self, effects: Effects) -> Effects:
-        """What it makes of the effects."""
+        """Return the effects as changed by the lever."""
         return effects
 
 
 @dataclass(frozen=True, slots=True)
 class WordLever(Lever):
-    """One of a few words, its ``values``; the first of them changes nothing."""
+    """One of a few words, its ``values``; the first one changes nothing."""
 
     word: str
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The value of this word; raises `UserError` for an unknown one."""
+        """Parse a word. Raise `UserError` if it is unknown."""
         if text not in cls.values:
             raise UserError(
                 field=f"--{cls.name}",

@@ -1,47 +1,49 @@
-r"""Offload: what lies in the memory of the host, because a device has too little of its own.
+r"""Offload: tensors in host memory, because device memory is too small.
 
 | word            | in host memory                            | over the link                              |
 |-----------------|-------------------------------------------|--------------------------------------------|
 | ``optimizer``   | both moments of AdamW in fp32, 8 B a      | 16 B a trained parameter, once a step      |
 |                 | trained parameter                         |                                            |
-| ``activations`` | what blocks save for the backward pass,   | the same there and back, every microbatch  |
-|                 | of microbatches in flight                 |                                            |
+| ``activations`` | tensors that blocks save for the backward | the same there and back, every microbatch  |
+|                 | pass, of microbatches in flight           |                                            |
 | ``parameters``  | parameters, gradients and moments, 16 B a | 4 B for the forward and for the backward   |
-|                 | trained parameter; others as they compute | pass, a gradient of 4 B, every microbatch  |
+|                 | trained parameter; others in compute type | pass, a gradient of 4 B, every microbatch  |
 
-``optimizer+activations`` is both; ``parameters`` has the optimizer in it.
+``optimizer+activations`` is both; ``parameters`` includes the optimizer.
 
 **optimizer.** Parameters and gradients stay in fp32 on the device, which computes the step: `CHUNK` entries of both
-moments at a time are copied to it, updated by the same kernel as without offload, and copied back, so that parameters
-are the same to the last bit. Seconds are those of the step, and
+moments at a time are copied to it, updated by the same kernel as without offload, and copied back. Parameters are
+identical to the last bit. The time is that of the step, plus
 
 $$t = 16 N / W, \qquad W \text{ of one direction: `Device.host\_bytes\_per\_s`}$$
 
-since copies and updates follow one another in one stream; nothing hides them, since the norm that clips gradients is
-known only when the backward pass has ended. A CPU, whose memory is the host's, copies within it, which reads and writes
-every byte.
+because copies and updates follow one another in one stream. Nothing hides them, because the norm that clips gradients
+is known only after the backward pass. A CPU, whose memory is the host's, copies within it and reads and writes every
+byte.
 
-The other way, as of DeepSpeed's ZeRO-Offload and torchao's ``CPUOffloadOptimizer``, is to step on the host: 8 bytes a
-parameter over the link, and 28 of the host's memory, which the devices of a node share (DeepSpeed's CPUAdam takes 0.22
-to 0.30 s a billion parameters on two Xeon 8168, torch's then 1.4). It needs copies of parameters and gradients on the
-host, and no fewer seconds where several devices share one.
+The alternative, as in DeepSpeed's ZeRO-Offload and torchao's ``CPUOffloadOptimizer``, is to step on the host: 8 bytes
+per parameter over the link, and 28 of host memory traffic, which the devices of a node share (per billion parameters on
+two Xeon 8168, DeepSpeed's CPUAdam needs 0.22 to 0.30 s and torch's of that time 1.4 s). It needs copies of parameters
+and gradients on the host, and is no faster if several devices share a host.
 
-**activations.** What a block saves (all without remat, its input under full remat) is copied to the host as it works
-forward and back as it works backwards, and is then on the device as without offload; embedding and head keep theirs.
-Copies follow the work of the block in one stream, so that none is hidden: $2 b / W$ a microbatch, with $b$ the bytes
-that it saves. Selective remat keeps what it chose in a cache of torch's own, which no hook sees, so that it is refused.
-torchtune and Megatron copy in streams of their own, beside other blocks; then a device has more, and waits less.
+**activations.** The saved tensors of a block (all without remat, its input under full remat) are copied to the host in
+its forward pass and back in its backward pass, during which the device holds them as without offload; embedding and
+head keep theirs. Copies follow the work of the block in one stream, so that none is hidden: $2 b / W$ per microbatch,
+with $b$ the saved bytes. Selective remat is refused, because it keeps tensors in a cache inside torch that no hook
+sees. torchtune and Megatron copy in separate streams alongside other blocks; the device then holds more, and waits
+less.
 
-**parameters.** All layers are FSDP2's with its ``CPUOffloadPolicy``, on a single device too: parameters come to the
-device before they are gathered, and are freed after each pass (ZeRO-3 alone); reduced gradients go to the host, which
-clips them and steps. Copies run beside the layer before and are exposed as far as it does not hide them; on one device
-FSDP copies in line. The CPUs of a node update the parameters of all its devices at `compute.HOST_BYTES_PER_S`, with 28
-bytes of AdamW for each and 12 of clipping, and from the second microbatch on add gradients there, 12 bytes each. Layers
-of dp are refused, also outside fsdp: the host would have their states several times, and gradients would stay on the
-device until the last microbatch. So are quantized weights, which FSDP does not move.
+**parameters.** All layers use FSDP2 with its ``CPUOffloadPolicy``, also on a single device: parameters are copied to
+the device before they are gathered, and are freed after each pass (ZeRO-3 only); reduced gradients go to the host,
+which clips them and steps. Copies run alongside the previous layer and are exposed as far as it does not hide them; on
+one device FSDP copies in line. The CPUs of a node update the parameters of all its devices at
+`compute.HOST_BYTES_PER_S`: 28 bytes per parameter for AdamW and 12 for clipping and, from the second microbatch on, 12
+for adding gradients. Layers of dp are refused, also outside fsdp: the host would have their states several times, and
+gradients would stay on the device until the last microbatch. Quantized weights are refused, because FSDP does not move
+them.
 
-Not modelled: what starting a copy takes, a few microseconds for each tensor; devices of a node that share a PCIe switch
-or the memory of the host as they copy at the same time; what both directions at once would gain.
+Not modelled: the start of a copy, a few microseconds for each tensor; devices of a node that share a PCIe switch or
+host memory bandwidth while they copy; the gain of both directions at once.
 
 Source: Ren et al. 2021 (ZeRO-Offload, arXiv 2101.06840), table 4; `torch.distributed.fsdp.CPUOffloadPolicy`.
 """
@@ -55,7 +57,7 @@ from steelyard.levers.optimizer import Optimizer
 
 NONE = "none"
 CHUNK = 2**22
-"""Entries of a moment that are copied to the device at a time: 16 MiB, at which a copy reaches the rate of the link."""
+"""Entries of a moment per copy to the device: 16 MiB, at which a copy reaches the rate of the link."""
 _MOMENT_BYTES = 4
 _MOMENTS = 2
 _OPTIMIZER, _ACTIVATIONS, _PARAMETERS = "optimizer", "activations", "parameters"
@@ -63,7 +65,7 @@ _OPTIMIZER, _ACTIVATIONS, _PARAMETERS = "optimizer", "activations", "parameters"
 
 @dataclass(frozen=True, slots=True)
 class Offload(WordLever):
-    """What lies in host memory."""
+    """Tensors in host memory."""
 
     word: str = NONE
 
@@ -82,26 +84,26 @@ class Offload(WordLever):
 
     @property
     def result(self) -> Result:  # type: ignore[override]
-        """Its updates on the host are those of the device but for rounding."""
+        """Effect on the training result: updates on the host differ from those on the device by rounding."""
         return "rounding" if self.moves_parameters else "exact"
 
     @property
     def moves_optimizer(self) -> bool:
-        """Whether the states of the optimizer lie in host memory."""
+        """Whether optimizer states lie in host memory."""
         return _OPTIMIZER in self.word.split("+")
 
     @property
     def moves_parameters(self) -> bool:
-        """Whether parameters, their gradients and the states of the optimizer lie in host memory."""
+        """Whether parameters, their gradients and optimizer states lie in host memory."""
         return _PARAMETERS in self.word.split("+")
 
     @property
     def moves_activations(self) -> bool:
-        """Whether what blocks save lies in host memory."""
+        """Whether the tensors that blocks save lie in host memory."""
         return _ACTIVATIONS in self.word.split("+")
 
     def objections(self, asked: Asked) -> Iterator[Objection]:
-        """Another optimizer, and a GPU whose link to the host is not known."""
+        """Object to another optimizer, to quantized weights, and to a GPU whose link to the host is not known."""
         if (self.moves_optimizer or self.moves_parameters) and Optimizer.name in asked.levers:
             adamw = "AdamW in fp32, whose moments are copied in parts or updated on the host"
             yield "beside another optimizer", adamw, "leave --optimizer or --offload out"
@@ -117,7 +119,7 @@ class Offload(WordLever):
                 )
 
     def refusal(self, strategy: Divided) -> str | None:
-        """Hooks do not see what selective remat keeps; parameters on the host are of one rank, and leave the device."""
+        """Refuse dp and ZeRO-1 or 2 for parameters, and selective remat for activations, which no hook sees."""
         if self.moves_parameters and strategy.replicas > 1:
             return "dp would keep parameters on the host once for each of its ranks, and gradients on the device: fsdp"
         if self.moves_parameters and strategy.state_shards > 1 and strategy.keeps_gathered:
@@ -127,13 +129,13 @@ class Offload(WordLever):
         return None
 
     def weight_pass_refusal(self) -> str | None:
-        """Reason against weight passes: what waits lies on the device, gradients on the host belong to FSDP's hooks."""
+        """Refuse weight passes: pending tensors stay on the device, and FSDP's hooks own gradients on the host."""
         if self.moves_activations or self.moves_parameters:
             return f"--{self.name} {self}: what waits for a weight pass stays on the device"
         return None
 
     def effects(self, effects: Effects) -> Effects:
-        """What lies in host memory, and what a step moves there and back."""
+        """Return the effects with the bytes in host memory and the traffic of a step."""
         effects = replace(effects, saves_on_host=self.moves_activations)
         if self.moves_parameters:
             host_bytes = effects.state_bytes

@@ -1,4 +1,4 @@
-r"""The optimizer: how a step makes new parameters of gradients, and what it keeps of them from step to step.
+r"""The optimizer: the update rule of a step, and the state that it keeps between steps.
 
 | name       | kept, B a parameter      | moved, B | what                                                             |
 |------------|--------------------------|----------|------------------------------------------------------------------|
@@ -9,30 +9,30 @@ r"""The optimizer: how a step makes new parameters of gradients, and what it kee
 | adafactor  | of $m \times n$: $4 (m + n)$ | 20   | a row and a column in the place of the second moment; torch's    |
 | muon       | 4 of hidden matrices, else 8 | 54, else 28 | one momentum, made orthogonal; torch's; AdamW for all else |
 
-A step reads and writes the fp32 parameter, reads its gradient (12 bytes), and reads and writes what is kept. Adafactor
-also reads the gradient twice more: for its row and column, and for the size of the update.
+A step reads and writes the fp32 parameter, reads its gradient (12 bytes), and reads and writes the kept state.
+Adafactor reads the gradient twice more: for its row and column, and for the size of the update.
 
 Moments of tensors with fewer than 4,096 entries on a rank stay in fp32, as in torchao. Every other moment has a table
-of 256 or 16 values. Where blocks do not divide its entries, smaller ones do, down to 64 entries; else it stays in fp32.
-`torch.optim.Adafactor` takes means over rows and columns and norms of whole tensors, so that no rank may hold a part of
-one; its ``--lr`` bounds the step relative to the size of the parameter.
+of 256 or 16 values. If blocks do not divide its entries, smaller ones are used, down to 64 entries; if none divides, it
+stays in fp32. `torch.optim.Adafactor` computes means over rows and columns and norms of whole tensors, so no rank may
+hold a part of a tensor; its ``--lr`` bounds the step relative to the size of the parameter.
 
-Muon updates the hidden matrices: weights of two dims in blocks that multiply tokens. AdamW updates all else: embeddings
-(also those in blocks), head, norms, biases, convolutions, routers and routed experts. Muon's step is scaled
+Muon updates the hidden matrices: two-dimensional weights in blocks that multiply tokens. AdamW updates everything else:
+embeddings (also those in blocks), head, norms, biases, convolutions, routers and routed experts. Muon's step is scaled
 by $0.2 \sqrt{\max(m, n)}$ (``match_rms_adamw``), so that ``--lr`` and ``--weight-decay`` are those of AdamW. A step of
 a matrix of $m \times n$, $m \le n$, is five Newton-Schulz iterations of three products in bf16 ($X X^T$, $A A$, $B X$):
 
 $$5 (2 m^2 n + 2 m^3 + 2 m^2 n) = 20 m^2 n + 10 m^3 \text{ FLOP}$$
 
 with $8 m n + 4 m^2$ bytes at a time: the update in fp32, $X$ and the new one in bf16, $A$ and $B$. Every rank of dp
-computes all of it. A part of a matrix has other singular vectors. So under fsdp, where each rank has a part of the
-momentum, updates are gathered in bf16, each is made orthogonal on one of the ranks, which sends it to the others, and
-nothing runs beside that. tp and ep are refused.
-Advice does not try it: 8-bit moments save more, also where they are sharded, and its seconds need shapes of matrices,
-which packaged traces leave out, so that the model is traced.
+computes all of it. A part of a matrix has other singular vectors than the whole. Under fsdp, where each rank has a part
+of the momentum, updates are therefore gathered in bf16, and each is made orthogonal on one of the ranks, which sends it
+to the others; nothing overlaps with that. tp and ep are refused. Advice does not try muon: 8-bit moments save more,
+also if sharded, and its time depends on shapes of matrices, which packaged traces leave out, so that the model is
+traced.
 
-A plan counts what a layer keeps besides as `LAYER_BYTES`, which is of ten tensors in fp32 that are just too small, or
-of the rows and columns of matrices with sides of 256 or more: 8 / 256 bytes a parameter on top.
+A plan counts additional bytes per layer as `LAYER_BYTES`: ten tensors in fp32 that are just too small, or the rows and
+columns of matrices with sides of 256 or more, which are 8 / 256 bytes per parameter on top.
 
 Sources: Dettmers et al. 2022 (8-bit); Li et al. 2023 (4-bit); Shazeer and Stern 2018 (Adafactor); torchao 0.18
 `torchao.optim`; Jordan et al. 2024 (Muon); Liu et al. 2025 (its scale); torch 2.13 `torch.optim`.
@@ -46,9 +46,9 @@ from steelyard.levers.lever import Asked, Divided, Effects, MatrixUpdate, Object
 from steelyard.model.chain import LayerRole
 
 BLOCK = {"adamw-8bit": 256, "adamw-4bit": 128}
-"""Entries that share a scale."""
+"""Number of entries that share a scale."""
 LAYER_BYTES = {"adamw-8bit": 2**18, "adamw-4bit": 2**18, "adafactor": 2**19}
-"""What is kept of a layer besides, at most: an allowance, since a plan does not know the shapes of its tensors."""
+"""Upper bound of additional bytes per layer: an allowance, because a plan does not know the shapes of its tensors."""
 _KEPT = {
     "adamw": 8.0,
     "adamw-8bit": 2 * (1 + 4 / BLOCK["adamw-8bit"]),
@@ -58,7 +58,7 @@ _KEPT = {
     "muon": 8.0,
 }
 _STEP_BYTES = 12
-"""Of the parameter and its gradient."""
+"""Bytes moved for a parameter and its gradient."""
 _MUON = MatrixUpdate(
     state_bytes=4,
     update_bytes=54,
@@ -71,12 +71,12 @@ _WHOLE = {
     "adafactor": "adafactor takes means over whole rows and columns of a matrix",
     "muon": "muon makes whole matrices orthogonal",
 }
-"""Why one needs whole matrices."""
+"""Reason why the optimizer needs whole matrices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer(WordLever):
-    """The optimizer of a name."""
+    """The optimizer, by name."""
 
     word: str = "adamw"
 
@@ -87,7 +87,7 @@ class Optimizer(WordLever):
     result: ClassVar[Result] = "other updates"
 
     def objections(self, asked: Asked) -> Iterator[Objection]:
-        """Muon where parts of blocks are trained or none of them, and on a GPU without bf16."""
+        """Object to muon if blocks are trained in part or not at all, and on a GPU without bf16."""
         if self.word != "muon":
             return
         freeze, types = asked.chain.freeze, enumerate(asked.chain.layers)
@@ -105,13 +105,13 @@ class Optimizer(WordLever):
                 yield on, "a device that multiplies matrices in bf16", other
 
     def refusal(self, strategy: Divided) -> str | None:
-        """Adafactor and Muon need whole matrices, of which Muon gathers those that are sharded."""
+        """Refuse divided matrices for adafactor and muon; muon allows fsdp, because it gathers the shards."""
         if self.word in _WHOLE and max(strategy.tensor_degree, strategy.expert_degree) > 1:
             return f"{_WHOLE[self.word]}: no tp, no ep"
         return f"{_WHOLE[self.word]}: no fsdp" if self.word == "adafactor" and strategy.state_shards > 1 else None
 
     def effects(self, effects: Effects) -> Effects:
-        """What it keeps and moves."""
+        """Return the effects with the optimizer's kept and moved bytes."""
         kept = _KEPT[self.word]
         moved = _STEP_BYTES + (8 if self.word == "adafactor" else 2 * kept)
         return replace(

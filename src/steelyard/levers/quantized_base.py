@@ -1,4 +1,4 @@
-r"""The base that adapters stand beside, in fewer bits (QLoRA).
+r"""Quantized frozen base of adapters (QLoRA).
 
 | name | B a parameter          | what                                                                    |
 |------|------------------------|-------------------------------------------------------------------------|
@@ -6,11 +6,11 @@ r"""The base that adapters stand beside, in fewer bits (QLoRA).
 |      |                        | 8 bits, and 256 of these with one in fp32                               |
 | int8 | $1 + 4/256$            | 8 bits, each block of 256 with a scale in fp32                          |
 
-Linear layers but the head are so; each is made whole again in the precision that computes for a forward or backward
-pass of its own, and freed behind it. The weights are bitsandbytes'. They are not trained, every rank has all of them
-(fsdp shards what is left), and a layer with some is not divided by tp.
+All linear layers except the head are quantized; each is dequantized to compute precision for its forward or backward
+pass, and freed after it. The weights are those of bitsandbytes. They are not trained, every rank has all of them (fsdp
+shards only the other parameters), and a layer with quantized weights is not divided by tp.
 
-``--train qlora:…`` asks for adapters and nf4. Magnitudes of DoRA are norms of weights made whole in bf16, as in peft.
+``--train qlora:…`` means adapters and nf4. Magnitudes of DoRA are norms of weights dequantized to bf16, as in peft.
 
 Source: Dettmers et al. 2023 (QLoRA), bitsandbytes 0.50.
 """
@@ -27,7 +27,7 @@ FULL = "full"
 
 @dataclass(frozen=True, slots=True)
 class QuantizedBase(WordLever):
-    """The type of the weights of linear layers that are not trained."""
+    """Type of the frozen weights of linear layers."""
 
     word: str = FULL
 
@@ -37,24 +37,24 @@ class QuantizedBase(WordLever):
     result: ClassVar[Result] = "rounding"
 
     def objections(self, asked: Asked) -> Iterator[Objection]:
-        """A base that itself would be trained."""
+        """Object to a base that is trained itself."""
         if "train" not in asked.levers:
             found = f"where all of {asked.chain.name} is trained"
             adapters = "adapters, beside which the base stays as it is"
             yield found, adapters, "add --train lora:r=16, or leave --base out"
 
     def effects(self, effects: Effects) -> Effects:
-        """Effects for which no closed form stands: these have no weights in fewer bits."""
+        """Return the effects without adapters: there is no closed form for quantized weights."""
         return replace(effects, adapters=None)
 
     def change(self, chain: ModelChain) -> ModelChain:
-        """The model with its linear layers in fewer bits."""
+        """Return the model with quantized linear layers."""
         reason = "its weights are quantized, which are not divided"
         layer_types = tuple(replace(each, no_tp=each.no_tp or reason) for each in chain.layer_types)
         return replace(chain, changes=(*chain.changes, self), layer_types=layer_types)
 
     def warning(self, chain: ModelChain) -> str:
-        """A warning about routed experts, which are not quantized."""
+        """Return a warning if the model has routed experts, which are not quantized."""
         if chain.has_experts:
             return f"routed experts are not in {self}: linear layers are quantized, and experts are stacked"
         return ""

@@ -1,11 +1,11 @@
-r"""What is trained: all of a model, or adapters in layers that stay as they are, of any kind that peft has.
+r"""Trained parameters: all of a model, or adapters of any kind in peft, in layers that stay frozen.
 
     lora:r=16,alpha=32,targets=q_proj+v_proj,dropout=0.05,rslora
     oft:oft_block_size=32,targets=all-linear
 
-A linear layer $W$ of the ``targets`` of LoRA computes $W x + s\, B A x$ with $A$ of $r \times n$ and $B$ of
-$m \times r$, of which $A$ and $B$ are trained, $s = \alpha / r$, or $\alpha / \sqrt r$ under rslora. At first $B = 0$,
-so that it computes what it did.
+With LoRA a linear layer $W$ of the ``targets`` computes $W x + s\, B A x$, with $A$ of shape $r \times n$ and $B$ of
+shape $m \times r$. Only $A$ and $B$ are trained, and $s = \alpha / r$, or $\alpha / \sqrt r$ with rslora. Initially $B
+= 0$, so that the output of the layer is unchanged.
 
 | part         | default      | in peft          |
 |--------------|--------------|------------------|
@@ -15,13 +15,12 @@ so that it computes what it did.
 | ``dropout``  | 0            | ``lora_dropout`` |
 | ``rslora``   | not          | ``use_rslora``   |
 
-Any other part is a field of peft's ``LoraConfig``, and of other kinds all parts are fields of their own config, under
-the names and with the defaults that peft has; lists are joined by +. They are checked where peft is: as the model is
-read. ``dora:…`` is short for ``lora:…,use_dora=true``. ``target_parameters`` names stacked matrices of routed experts,
-which get an $A$ and a $B$ for each expert; the product is added to all of them in every pass.
+Any other part is a field of peft's ``LoraConfig``; for other kinds all parts are fields of the kind's config, with
+peft's names and defaults. Lists are joined by +. Fields are checked by peft when the model is read. ``dora:…`` is short
+for ``lora:…,use_dora=true``. ``target_parameters`` names stacked matrices of routed experts, which get an $A$ and a $B$
+for each expert; the product is added to all of them in every pass.
 
-What is not trained has no gradient and no optimizer state, and lies in the precision that layers compute in. LoRA alone
-is divided by tp.
+Frozen parameters have no gradient and no optimizer state, and are stored in compute precision. tp divides only LoRA.
 
 Source: Hu et al. 2021 (LoRA); Kalajdzievski 2023 (rslora); Liu et al. 2024 (DoRA); peft 0.21.
 """
@@ -41,7 +40,7 @@ KINDS = (
     *("lora", "beft", "c3a", "deft", "delora", "fourierft", "glora", "gralora", "hira", "hra", "ia3"),
     *("ln_tuning", "loha", "lokr", "miss", "oft", "peanut", "pvera", "randlora", "road", "trainable_tokens", "vera"),
 )
-"""Kinds of peft's adapters, as it calls them."""
+"""Kinds of adapters in peft, by peft's names."""
 _DECOMPOSED = "whose first values are made of a decomposition of the weights, which a model without values has not"
 _SHARED = "of which all layers share trained parameters"
 _PROMPT = "which adds tokens or prefixes that flow along, and nothing in a layer"
@@ -59,36 +58,35 @@ REFUSED = {
     "shadow": "which is a model of its own",
     "xlora": "which mixes other adapters",
 }
-"""Kinds that peft has and the runtime cannot train, with the reason."""
+"""Kinds of adapters that peft has and the runtime cannot train, with the reason."""
 _FIRST_VALUES = ("pissa", "olora", "loftq", "eva", "corda", "lora_ga", "mica")
-"""First values of LoRA that need data, or a decomposition of the weights."""
+"""Initializations of LoRA that need data, or a decomposition of the weights."""
 _MOST_RANK = 2**16
 _DIVIDED = frozenset({"columns", "rows", "whole", "on_part", "vocabulary", "logits", "enter", "region"})
-"""Styles of tp (`steelyard.modules.dimensions.tp`) beside which adapters are divided too, or do not stand."""
+"""Styles of tp (`steelyard.modules.dimensions.tp`) whose adapters are divided too, or that have no adapters."""
 _LENT = 3
 _APART = "split_size"
-"""A number that a module with matrices of one result has, which tp divides one by one (`steelyard.modules.prepared`).
-"""
+"""Number that a module has if several matrices give its one result; tp divides each (`steelyard.modules.prepared`)."""
 _STACKED = "target_parameters"
 _KEYS = ("r", "alpha", "targets", "dropout", "rslora")
 _SHORT = {"target_modules": "targets", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "rslora"}
-"""Names of peft that have a short one; those of LoRA for LoRA alone."""
+"""Short names of peft's parameters; those of LoRA apply only to LoRA."""
 
 
 @dataclass(frozen=True, slots=True)
 class Train(Lever):
-    """All of the model, or adapters of a kind."""
+    """Training of the whole model, or of adapters of a kind."""
 
     kind: str = FULL
     r: int = 0
-    """Of LoRA, as what follows but ``targets``."""
+    """Rank of LoRA; ``alpha``, ``dropout`` and ``rslora`` also apply only to LoRA."""
     alpha: float = 0.0
     targets: tuple[str, ...] = ()
-    """Empty for those that peft has for the model and the kind."""
+    """Target modules; empty for peft's defaults for the model and the kind."""
     dropout: float = 0.0
     rslora: bool = False
     more: tuple[tuple[str, str], ...] = ()
-    """Other settings, by their names, sorted."""
+    """Other settings, by name, sorted."""
 
     name: ClassVar[str] = "train"
     offers: ClassVar[tuple[str, ...]] = ("lora:r=16", "qlora:r=16")
@@ -103,7 +101,7 @@ class Train(Lever):
 
     @classmethod
     def said(cls, text: str) -> dict[str, str]:
-        """``qlora`` is short for adapters beside a base in nf4, ``dora`` for LoRA with magnitudes."""
+        """Expand ``qlora`` to adapters with a base in nf4, and ``dora`` to LoRA with magnitudes."""
         kind, colon, rest = text.partition(":")
         if kind == "dora":
             return {"train": f"lora:{rest}{',' if rest else ''}use_dora=true"}
@@ -111,7 +109,7 @@ class Train(Lever):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """What a text says; raises `UserError` for another form, an unknown kind, or a number out of range."""
+        """Parse a text. Raise `UserError` for another form, an unknown kind, or a number out of range."""
         kind, _, rest = text.partition(":")
         if kind in REFUSED:
             raise _wrong(
@@ -167,36 +165,36 @@ class Train(Lever):
 
     @property
     def is_default(self) -> bool:
-        """Whether all is trained."""
+        """Whether the whole model is trained."""
         return self.kind == FULL
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is LoRA of $A$ and $B$ alone, which tp divides, and whose first values no weights change."""
+        """Whether this is LoRA with only $A$ and $B$: tp divides it, and its initialization ignores the weights."""
         return self.kind == LORA and not self.more
 
     @property
     def settings(self) -> Iterator[tuple[str, str]]:
-        """All but the targets, by their names."""
+        """All settings except the targets, by name."""
         if self.kind == LORA:
             yield from (("r", str(self.r)), ("lora_alpha", f"{self.alpha:g}"))
             yield from (("lora_dropout", f"{self.dropout:g}"), ("use_rslora", str(self.rslora).lower()))
         yield from self.more
 
     def sized(self, size: int) -> "Train":
-        """The same of another rank, with alpha in proportion."""
+        """Return the adapters with another rank, and alpha in proportion."""
         return replace(self, r=size, alpha=self.alpha * size / self.r)
 
     @property
     def without_chance(self) -> "Train":
-        """The same without dropout."""
+        """Adapters without dropout."""
         return replace(
             self, dropout=0.0, more=tuple((key, value) for key, value in self.more if not key.endswith("dropout"))
         )
 
     def objections(self, asked: Asked) -> Iterator[Objection]:
-        """A module of the user's own, whose linear layers peft is not shown, and adapters that peft has not beside
-        quantized weights, or not made of them."""
+        """Object to a module of the user's own, whose linear layers peft does not see, and to kinds that peft does not
+        support with quantized weights, or not identically."""
         if asked.chain.split.module:
             own = f"for {asked.chain.split.module}, a module of your own"
             yourself = "put adapters into the module yourself: what has no gradient is not trained"
@@ -206,7 +204,7 @@ class Train(Lever):
             yield "beside a quantized base", plain, "leave --base out"
 
     def change(self, chain: ModelChain) -> ModelChain:
-        """The model with adapters in it; tp divides layers with LoRA where it does so by whole matrices."""
+        """Return the model with adapters; tp divides layers with LoRA if it divides their whole matrices."""
 
         def changed(layer_type: LayerType) -> LayerType:
             if not self.is_plain:
@@ -219,20 +217,20 @@ class Train(Lever):
         return replace(chain, changes=(*chain.changes, self), layer_types=layer_types)
 
     def effects(self, effects: Effects) -> Effects:
-        """Effects with the sizes of plain LoRA."""
+        """Return the effects with the sizes of plain LoRA."""
         if not self.is_plain:
             return effects
         targets = frozenset(() if self.targets == (ALL_LINEAR,) else self.targets)
         return replace(effects, adapters=Adapters(rank=self.r, targets=targets, has_dropout=self.dropout > 0))
 
     def warning(self, chain: ModelChain) -> str:
-        """A warning about routed experts without adapters."""
+        """Return a warning if routed experts have no adapters."""
         if chain.has_experts and _STACKED not in dict(self.more):
             return f"routed experts have no adapters: they are stacked, of which {_STACKED}= names the matrices"
         return ""
 
     def refusal(self, strategy: Divided) -> str | None:
-        """No adapters but LoRA beside experts that ranks divide."""
+        """Refuse ep with adapters other than plain LoRA."""
         return f"{self._word} adapters go with no ep" if strategy.expert_degree > 1 and not self.is_plain else None
 
     @property
@@ -241,9 +239,9 @@ class Train(Lever):
 
 
 def _divides(style: str) -> bool:
-    """Whether tp divides adapters beside a module of a style.
+    """Return whether tp divides adapters of a module with this style.
 
-    Not where one that is not called lends its parameters, nor where matrices are stored apart.
+    It does not if an uncalled module lends its parameters, or if matrices are stored separately.
     """
     word, *arguments = style.split(":")
     lends = word in ("enter", "region") and len(arguments) > _LENT and arguments[_LENT]

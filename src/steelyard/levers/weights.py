@@ -1,13 +1,13 @@
-"""The type that trained parameters are kept in: fp32, or bf16 with all that training keeps of them ("pure bf16").
+"""The type of trained parameters: fp32, or bf16 together with their gradients and moments ("pure bf16").
 
 | value | parameter | gradient | AdamW's moments | together, B a parameter |
 |-------|-----------|----------|-----------------|-------------------------|
 | fp32  | 4         | 4        | 8               | 16                      |
 | bf16  | 2         | 2        | 4               | 8                       |
 
-In bf16 layers compute on the parameters themselves, not on copies of them, and gradients are summed over ranks in bf16.
-A step reads and writes half of the bytes. bf16 has 8 significant bits: of a parameter an update of less than 1/512 is
-lost, so that it suits fine-tuning at usual rates more than long training from scratch. torchtune (``dtype: bf16``),
+In bf16, layers compute with the parameters themselves rather than copies, and gradients are summed over ranks in bf16.
+A step reads and writes half of the bytes. bf16 has 8 significant bits: updates below 1/512 of a parameter are lost, so
+it suits fine-tuning at usual learning rates more than long training from scratch. torchtune (``dtype: bf16``),
 LLaMA-Factory (``pure_bf16``) and LitGPT (``bf16-true``) have it.
 """
 
@@ -20,7 +20,7 @@ from steelyard.levers.lever import Asked, Effects, Objection, Result, WordLever
 _NOT_BESIDE = ("train", "base", "offload", "float8")
 _OTHER_STATES = ("adafactor", "muon")
 _STEP_BYTES = 6
-"""What a step moves less of a parameter and its gradient."""
+"""Bytes by which the traffic of a step shrinks for a parameter and its gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Weights(WordLever):
     tolerances: ClassVar[tuple[float, float]] = (2e-3, 0.1)
 
     def objections(self, asked: Asked) -> Iterator[Objection]:
-        """Layers that compute in another type, and levers that keep states in other ways."""
+        """Object to layers that compute in another type, and to levers that change the stored states."""
         if asked.precision not in (None, "bf16"):
             yield f"for layers that compute in {asked.precision}", "bf16", "write --precision bf16, or leave it out"
         if asked.levers.get("optimizer") in _OTHER_STATES:
@@ -47,7 +47,7 @@ class Weights(WordLever):
             yield f"beside --{other}", "parameters that are all trained, on the device", f"leave --{other} out"
 
     def effects(self, effects: Effects) -> Effects:
-        """Half of what is kept and moved; moments in fewer bits stay as they are."""
+        """Return the effects with kept and moved bytes halved; quantized moments are unchanged."""
         fewer = effects.state_bytes / 2 if effects.optimizer == "adamw" else 0.0
         return replace(
             effects,

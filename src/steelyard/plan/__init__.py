@@ -1,1 +1,1 @@
-"""The decision: a strategy per layer, stages, microbatches and schedule; checks itself; versioned JSON."""
+"""The plan: a strategy per layer, stages, microbatches and schedule, as versioned JSON that checks itself."""

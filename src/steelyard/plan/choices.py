@@ -1,7 +1,7 @@
-"""What could be chosen instead of a plan, as data: trade-offs, baselines, and what was left out of the search.
+"""Alternatives to a plan, as data: trade-offs, baselines, advice, and what the search left out.
 
-These values travel from `steelyard.planning`, which finds them, to `steelyard.report`, which shows them, and are what
-``--json`` prints. Memory is bytes per device, the allocator's slack included; times are those of the simulator.
+`steelyard.planning` computes these values, `steelyard.report` shows them, and ``--json`` prints them. Memory is bytes
+per device, allocator slack included; times come from the simulator.
 """
 
 import math
@@ -18,7 +18,7 @@ Verdict = Literal["not offered", "illegal", "dominated", "undominated"]
 
 
 class FrontierPoint(PlanPart):
-    """The fastest plan of all that take at most this memory."""
+    """Fastest plan within a memory limit."""
 
     memory_bytes: int
     step_time_s: float
@@ -28,11 +28,11 @@ class FrontierPoint(PlanPart):
     setting: str
     strategies: str
     is_chosen: bool = False
-    """The fastest plan within the budget: what `steelyard plan --simplify 0` chooses."""
+    """Whether this is the fastest plan within the budget, the one that `steelyard plan --simplify 0` chooses."""
 
 
 class DevicePoint(PlanPart):
-    """The fastest plan on a number of devices, or the reason why there is none."""
+    """Fastest plan on a number of devices, or the reason why there is none."""
 
     num_devices: int
     cluster: str
@@ -40,21 +40,21 @@ class DevicePoint(PlanPart):
     tokens_per_s: float | None = None
     memory_bytes: int | None = None
     cost_per_billion_tokens: float | None = None
-    """In the currency of the price; absent where no price was given."""
+    """Cost in the currency of the price; None if no price was given."""
     price_per_hour: float | None = None
-    """Of all devices of an offer."""
+    """Price of all devices of an offer."""
     is_worth_having: bool | None = None
-    """Of an offer, whether no other is at least as fast for no more money a token."""
+    """Whether no other offer is at least as fast at no higher cost per token; None outside offers."""
     num_stages: int | None = None
     num_microbatches: int | None = None
     setting: str | None = None
     strategies: str | None = None
     reason: str = ""
-    """Why nothing fits; empty where something does."""
+    """Reason why nothing fits; empty if a plan fits."""
 
 
 class TradeOffs(PlanPart):
-    """Time against memory on one cluster, and time and money against the number of devices."""
+    """Step time against memory on one cluster, and time and cost against the number of devices."""
 
     model: str
     cluster: str
@@ -63,26 +63,26 @@ class TradeOffs(PlanPart):
     precision: str
     budget_bytes: int
     margin_bytes: int = 0
-    """What each device has beside it and is left free, where a plan fits so."""
+    """Bytes of each device reserved in addition to the budget; used only if nothing fits otherwise."""
     price_per_device_hour: float | None = None
     points: tuple[FrontierPoint, ...] = ()
-    """Most memory and least time first."""
+    """Points in order of falling memory and rising step time."""
     is_complete: bool = True
-    """No plan worth having is missing between the first and the last point."""
+    """Whether no Pareto-optimal plan is missing between the first and the last point."""
     devices: tuple[DevicePoint, ...] = ()
     offers: tuple[DevicePoint, ...] = ()
-    """Parts of the cluster by time and money, the cheapest tokens first."""
+    """Parts of the cluster with their time and cost, cheapest tokens first."""
     profile: CostSource | None = None
-    """Where the costs came from."""
+    """Source of the costs."""
 
     @property
     def device_bytes(self) -> int:
-        """What a device has, the margin that is left free included."""
+        """Bytes of a device, reserved bytes included."""
         return self.budget_bytes + self.margin_bytes
 
     @property
     def limit_text(self) -> str:
-        """What the chosen plan was searched within: the budget, or all there is where no plan leaves the margin."""
+        """Memory limit of the chosen plan, in words: the budget, or the whole device if no plan keeps the reserve."""
         if any(point.is_chosen and point.memory_bytes > self.budget_bytes for point in self.points):
             return (
                 f"{format_bytes(self.device_bytes)} per device, of which no plan leaves "
@@ -92,145 +92,145 @@ class TradeOffs(PlanPart):
         return f"{format_bytes(self.budget_bytes)} per device" + (f", {left}" if left else "")
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
+        """Return the HTML for a notebook."""
         return notebook_html(self)
 
 
 class StrategyVerdict(PlanPart):
-    """Whether a strategy could be of use to a layer type in a pipeline configuration, and if not, why."""
+    """Whether a strategy could be useful for a layer type in a pipeline configuration, and the reason if not."""
 
     kind: str
-    """Empty where the reason holds for all of them."""
+    """Name of the layer type; empty if the reason holds for all of them."""
     strategy: str
     verdict: Verdict
     reason: str = ""
-    """What forbids it, or the strategy that is no worse in anything; empty for one that is undominated."""
+    """The rule that forbids it, or the strategy that dominates it; empty if undominated."""
 
 
 class NotSearched(PlanPart):
-    """Values of a configuration that were never searched, and why."""
+    """Configuration values that were never searched, and the reason."""
 
     what: str
-    """stages, microbatches or schedule."""
+    """Name of the quantity: stages, microbatches or schedule."""
     values: str
-    """As in ``3, 5–7``."""
+    """Values in words, as in ``3, 5–7``."""
     reason: str
 
 
 class ComparedBaseline(PlanPart):
-    """The best plan under a restriction, next to the plan that is explained."""
+    """Best plan under a restriction, to compare with the explained plan."""
 
     name: str
     """The restriction: ``without tp``."""
     step_time_s: float | None = None
-    """Absent where nothing fits."""
+    """Step time in seconds; None if nothing fits."""
     slowdown: float | None = None
-    """Its step time over that of the plan, minus one; negative where it is faster."""
+    """Step time relative to that of the explained plan, minus one; negative if faster."""
     is_bound: bool = False
-    """Whether the search was ended before it had proven its plan, so that the best one may be faster."""
+    """Whether the search ended before it proved its plan, so that the best plan may be faster."""
     missing_bytes: int | None = None
-    """Bytes per device that the nearest plan lacks; absent where one fits, or no memory would help."""
+    """Bytes per device that the nearest plan lacks; None if a plan fits or if more memory would not help."""
     setting: str = ""
     strategies: str = ""
     reason: str = ""
-    """Why nothing was searched; empty where it was."""
+    """Reason why nothing was searched; empty if it was."""
 
 
 class WhyNot(PlanPart):
-    """The best plan that does what was asked for, or why there is none; or a plan of the user's own, priced."""
+    """Counterfactual: the best plan that meets the request, or why there is none; or the user's own plan, priced."""
 
     asked: str
     plan: Plan | None = None
     reasons: tuple[str, ...] = ()
-    """What stands in the way; empty where nothing does."""
+    """Obstacles to the request; empty if there are none."""
     beyond: str = ""
-    """What was searched for it that the search of the plan leaves out."""
+    """Extension of the search for this request, beyond what the search of the plan covers."""
 
 
 class Recut(PlanPart):
-    """A plan in which the node of a slow rank has stages of its own, priced with these stages as slow as the rank."""
+    """Plan that gives the node of a slow rank its own stages, priced with these stages as slow as the rank."""
 
     step_time_s: float
     layers: tuple[int, ...]
-    """Of each stage."""
+    """Number of layers of each stage."""
     is_slow: tuple[bool, ...]
-    """Whether a stage lies on the node of the slow rank."""
+    """Whether each stage lies on the node of the slow rank."""
     setting: str
     strategies: str
 
 
 class SlowNode(PlanPart):
-    """A slow rank of a run: a step as predicted, with the rank as slow as it was, without its node, and cut for it."""
+    """A slow rank of a run, with the step as predicted, slowed by the rank, without its node, and repartitioned."""
 
     rank: str
-    """Which, where, and how slow."""
+    """Name, place and slowdown of the rank, in words."""
     step_time_s: float
     slowed_step_s: float
     without_step_s: float | None = None
-    """Absent where no plan fits without it."""
+    """Step time without the node, in seconds; None if no plan fits without it."""
     lost: Literal["node", "device"] = "node"
-    """What it goes without: of a pool of one node a device."""
+    """Unit that ``without_step_s`` leaves out: a device if the pool has one node."""
     cluster: str = ""
     setting: str = ""
     strategies: str = ""
     recut: Recut | None = None
-    """Absent where none was searched, and where the best plan found leaves the node out, or takes it alone."""
+    """The repartitioned plan; None if none was searched, or if the best one has only the slow node or leaves it out."""
 
 
 class Explanation(PlanPart):
-    """Why a plan and not another one: each baseline was searched again under its restriction."""
+    """Reasons for choosing a plan; each baseline was searched again under its restriction."""
 
     binds: str
-    """What a faster plan would need, in a sentence."""
+    """Bottleneck that a faster plan must relieve, in a sentence."""
     rivals: tuple[ComparedBaseline, ...] = ()
     budgets: tuple[ComparedBaseline, ...] = ()
-    """The best plans with a little more and a little less memory per device."""
+    """Best plans with slightly more and slightly less memory per device."""
     notes: tuple[str, ...] = ()
     slow_nodes: tuple[SlowNode, ...] = ()
-    """Of the recorded run that was given."""
+    """Slow ranks of the recorded run that was given."""
     why_not: WhyNot | None = None
     not_searched: tuple[NotSearched, ...] = ()
     """Pipeline configurations that were never searched."""
     verdicts: tuple[StrategyVerdict, ...] = ()
-    """What became of every strategy of the tree, in the pipeline configuration of the plan."""
+    """Verdict on every strategy of the decision tree, for the pipeline configuration of the plan."""
 
 
 class PlanStudy(PlanPart):
-    """What a report shows around a plan: its baselines, and time against memory, as far as the time for it reached."""
+    """Context of a plan in a report: baselines, and time against memory, as far as the time limit allowed."""
 
     scope: str
-    """Among what was searched, in words; empty where nothing was."""
+    """Set of plans that was searched, in words; empty if nothing was."""
     explanation: Explanation
     points: tuple[FrontierPoint, ...] = ()
-    """Most memory and least time first."""
+    """Points in order of falling memory and rising step time."""
     is_complete: bool = False
-    """No plan worth having is missing between the first and the last point."""
+    """Whether no Pareto-optimal plan is missing between the first and the last point."""
     left_out: tuple[str, ...] = ()
-    """The baselines for which there was no time."""
+    """Baselines that the time limit left out."""
 
 
 class Axis(PlanPart):
-    """What one control of an exploration changes: its values in words and as options of the command line."""
+    """One control of an exploration: its values in words and as command-line options."""
 
     name: str
     words: tuple[str, ...]
     values: tuple[int, ...]
-    """As numbers, in tokens, samples, devices or bytes; software by its place."""
+    """Values as numbers of tokens, samples, devices or bytes; for software, indices."""
     options: tuple[str, ...]
-    """What asks `steelyard plan` for each value."""
+    """Options of `steelyard plan` for each value."""
     own: int
-    """The place of what was asked for."""
+    """Index of the requested value."""
 
 
 class ExploredPoint(PlanPart):
-    """The fastest plan found at one place of the axes, or why there is none."""
+    """Fastest plan found at one point of the axes, or the reason why there is none."""
 
     place: tuple[int, int, int, int]
-    """On each axis."""
+    """Index on each axis."""
     plan: int | None = None
-    """Its place among the plans; absent where nothing fits."""
+    """Index into ``Exploration.plans``; None if nothing fits."""
     reason: str = ""
-    """Why there is no plan; empty where there is one."""
+    """Reason why there is no plan; empty if there is one."""
 
 
 class Exploration(PlanPart):
@@ -240,55 +240,56 @@ class Exploration(PlanPart):
     cluster: str
     precision: str
     command: str
-    """Asks `steelyard plan` for what all points have in common."""
+    """`steelyard plan` command with the options that all points share."""
     axes: tuple[Axis, Axis, Axis, Axis]
-    """Software and levers; sequence length or batch; devices; memory per device. All but the first rise."""
+    """Software and levers, sequence length or batch, devices, memory per device. All except the first have rising
+    values."""
     margin_bytes: int
-    """What a device has beside the budget of the request and is left free, where a plan fits so."""
+    """Bytes of a device reserved in addition to the requested budget; used only if nothing fits otherwise."""
     plans: tuple[Plan, ...]
     points: tuple[ExploredPoint, ...]
-    """What was solved; places without a point were not reached before the time was up."""
+    """Solved points; a missing one was not reached within the time limit."""
     left_out: tuple[str, ...] = ()
     """Engines and levers that were not tried, each with the reason."""
     price_per_device_hour: float | None = None
 
     @property
     def num_places(self) -> int:
-        """How many points there are if the time suffices for all."""
+        """Number of points if the time suffices for all."""
         return math.prod(len(axis.words) for axis in self.axes)
 
 
 RESULTS: tuple[Result, ...] = ("exact", "rounding", "other updates", "fewer trained parameters")
-"""What changes make of training, the least first."""
+"""Effects of a change on training, smallest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What a change does."""
+    """Effect of a change on memory and step time."""
 
     options: str
-    """As the command line takes it; empty for the request itself."""
+    """Command-line options of the change; empty for the request itself."""
     result: Result
-    """What it makes of what is trained."""
+    """Effect on the training result."""
     least_bytes: int | None
-    """Fewest of a device in which there is a plan; None where no plan is legal."""
+    """Minimum bytes per device for which a plan exists; None if no plan is legal."""
     saved_bytes: int
-    """How many fewer than without it."""
+    """Reduction of ``least_bytes`` by the change."""
     step_s: float
-    """Of the fastest plan that fits; infinite where none does."""
+    """Step time of the fastest plan that fits, in seconds; infinite if none fits."""
     slowdown: float
-    """Step time over that of the request without a limit of memory, minus one."""
+    """Step time relative to that of the request without a memory limit, minus one."""
     missing_bytes: int
-    """What a device lacks; 0 where a plan fits."""
+    """Bytes that a device lacks; 0 if a plan fits."""
 
     @property
     def fits(self) -> bool:
-        """Whether some plan does."""
+        """Whether some plan fits."""
         return self.step_s < math.inf
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Sorts the best first: of those that fit by the cost of a GiB, of others by what is missing."""
+        """Sort key, best first: changes that fit by their cost per GiB saved, others by the missing bytes."""
         if not self.fits:
             return (1, self.missing_bytes)
         saved = max(self.saved_bytes, 1) / GIB
@@ -296,22 +297,22 @@ class Advice:
         return (0, self.options.count("--"), cost, RESULTS.index(self.result))
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
+        """Return the HTML for a notebook."""
         return notebook_html(self)
 
 
 class Found(NamedTuple):
-    """What advice there is."""
+    """Advice on a request."""
 
     own: Advice
-    """Of the request itself."""
+    """The request itself, unchanged."""
     changes: tuple[Advice, ...]
-    """The best first."""
+    """Changes in order, best first."""
     left_out: tuple[str, ...]
-    """Changes that cannot be had, each with the reason."""
+    """Changes that are not possible, each with the reason."""
     untried: tuple[str, ...]
-    """Changes for which no time was left."""
+    """Changes that the time limit left out."""
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
+        """Return the HTML for a notebook."""
         return notebook_html(self)

@@ -1,4 +1,4 @@
-"""The user's decisions: what the search may not choose, kept with the plan so that a later search can keep to them."""
+"""The user's decisions: choices withheld from the search, stored with the plan so that a later search respects them."""
 
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal
@@ -15,7 +15,8 @@ from steelyard.schedules.name import ScheduleName
 
 Space = Literal["full", "paper"]
 Partition = Literal["exact", "bmw", "even", "memory-balanced"]
-"""How the layers are cut into stages: together with their strategies, or for comparison as others do it."""
+"""Method of cutting layers into stages: ``exact`` cuts and chooses strategies jointly, the others are for
+comparison."""
 
 
 def _keys_among(known: Callable[[], Collection[str]]) -> AfterValidator:
@@ -35,11 +36,11 @@ _OPTIONS = {
     **{"num_stages": "stages", "most_stages": "max-stages", "num_microbatches": "microbatches"},
     **{"schedules": "schedule", "remats": "remat"},
 }
-"""Command-line options whose names are not those of the fields."""
+"""Command-line options whose names differ from the fields."""
 
 
 class Decisions(PlanPart):
-    """Decisions taken before the search; a field that is absent leaves the choice to the search."""
+    """Decisions taken before the search; a field that is None leaves the choice to the search."""
 
     pins: tuple[str, ...] = ()
     """Requirements on layers, as written; `steelyard.planning.pins` reads them."""
@@ -49,32 +50,32 @@ class Decisions(PlanPart):
     schedules: tuple[ScheduleName, ...] | None = None
     remats: tuple[Remat, ...] | None = None
     modes: Modes | None = None
-    """Allowed values by the key of a mode of a parallelism dimension."""
+    """Allowed values of each mode of a parallelism dimension, by the mode's key."""
     max_degrees: Annotated[dict[str, DeviceCount], _keys_among(lambda: DIMENSIONS)] | None = None
-    """Largest degree by the name of a parallelism dimension."""
+    """Largest degree of each parallelism dimension, by name."""
     space: Space | None = None
-    """All dimensions, or those of the papers and never two that divide samples in one layer."""
+    """All dimensions, or only those of the papers and never two that divide samples in one layer."""
     partition: Partition | None = None
     uniform: Literal[True] | None = None
-    """One strategy everywhere, one remat choice for all blocks: what one takes without a planner."""
+    """One strategy for all layers and one remat choice for all blocks, as without a planner."""
 
     @property
     def allowed_schedules(self) -> tuple[str, ...]:
-        """Names of the schedules that the search may choose from."""
+        """Schedules that the search may choose, by name."""
         return tuple(SCHEDULES) if self.schedules is None else self.schedules
 
     @property
     def allowed_remats(self) -> tuple[Remat, ...]:
-        """Recomputation choices that the search may choose from."""
+        """Recomputation choices that the search may choose."""
         return tuple(Remat) if self.remats is None else self.remats
 
     def allows_stages(self, count: int) -> bool:
-        """Return whether a pipeline may have so many stages."""
+        """Return whether a pipeline may have this number of stages."""
         return self.num_stages in (None, count) and (self.most_stages is None or count <= self.most_stages)
 
     @property
     def stage_partition(self) -> Partition:
-        """How the layers are cut into stages."""
+        """Method of cutting the layers into stages."""
         return self.partition or "exact"
 
     @property
@@ -83,14 +84,14 @@ class Decisions(PlanPart):
         return self == FREE
 
     def with_also(self, *others: "Decisions") -> "Decisions":
-        """Return these decisions and others together: of choices that both name, those in common."""
+        """Return the combination of these decisions with others: the values in common where both decide."""
         found = self
         for other in others:
             found = found.model_copy(update={name: _both(name, getattr(found, name), value) for name, value in other})
         return found
 
     def one_by_one(self) -> dict[str, "Decisions"]:
-        """Return each decision alone, by its text on the command line."""
+        """Return each decision alone, keyed by its command-line text."""
         found = {f"--pin {text!r}": Decisions(pins=(text,)) for text in self.pins}
         for name, value in self:
             if value is None or name == "pins":

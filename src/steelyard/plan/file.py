@@ -1,7 +1,7 @@
 """Versioned JSON files: plans, other values of the package, and the cache of traces and splits.
 
-A mistake in a file becomes one error that names the key, what was found and what was expected. The cache keeps what
-takes long to find between runs; where it cannot be written, the log says so and nothing else fails.
+A mistake in a file becomes one error that names the key, the value found and the value expected. The cache keeps
+expensive results between runs; if it cannot be written, a warning is logged and nothing else fails.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ _logger = logging.getLogger(__name__)
 
 
 def default_folder(what: str = "traces") -> Path:
-    """Where traces are kept, and how models split; or what else has a folder beside theirs."""
+    """Return the cache folder of traces and model splits, or its sibling folder ``what``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steelyard" / what
 
 
 def keep(path: Path, content: str) -> None:
-    """Writes a file of the cache; where that fails, says so in the log and goes on."""
+    """Write a cache file; log a warning if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
@@ -39,7 +39,7 @@ def keep(path: Path, content: str) -> None:
 
 
 def digest(entries: Mapping[str, object]) -> str:
-    """A short name for everything that enters a file of the cache."""
+    """Return a short key for everything that determines a cache file."""
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -47,22 +47,22 @@ FileModel = TypeVar("FileModel", bound=BaseModel)
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a file; raises `InvalidPlanError` for a file that is missing, truncated, or not a valid plan."""
+    """Read the plan in a file. Raise `InvalidPlanError` if the file is missing, truncated, or not a valid plan."""
     return parse_file(Path(path), Plan, InvalidPlanError, what="plan")
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
-    """Writes a plan as JSON that `read_plan` reads back to an equal plan; raises `UserError` if it cannot."""
+    """Write a plan as JSON that `read_plan` reads back to an equal plan. Raise `UserError` if it cannot be written."""
     write_file(Path(path), dump_json(plan) + "\n", "plan")
 
 
 def dump_json(value: BaseModel) -> str:
-    """The value as indented JSON with short lists on one line, keys in the order of the model."""
+    """Return the value as indented JSON with short lists on one line, keys in the order of the model."""
     return _dump(value.model_dump(mode="json", exclude_none=True), indent=0)
 
 
 def parse_file(path: Path, model: type[FileModel], error_type: type[UserError], *, what: str) -> FileModel:
-    """The value of type ``model`` in the JSON file at ``path``; every failure is an ``error_type``."""
+    """Read the JSON file at ``path`` as a ``model``; every failure is an ``error_type``."""
     try:
         content = read_json(path)
     except FileNotFoundError:
@@ -80,7 +80,7 @@ def parse_file(path: Path, model: type[FileModel], error_type: type[UserError], 
 
 
 def parse_value(content: Any, model: type[FileModel], error_type: type[UserError], *, what: str) -> FileModel:
-    """The value of type ``model`` that JSON-like ``content`` describes; every failure is an ``error_type``."""
+    """Validate JSON-like ``content`` as a ``model``; every failure is an ``error_type``."""
     version = content.get("version") if isinstance(content, dict) else None
     known = model.model_fields.get("version")
     supported = None if known is None or known.is_required() else known.default
@@ -100,7 +100,7 @@ def parse_value(content: Any, model: type[FileModel], error_type: type[UserError
 
 
 def _first_error(error: ValidationError, model: type[BaseModel], error_type: type[UserError]) -> UserError:
-    """The mistake that explains most: a misspelt key before the missing one it was meant to be."""
+    """Return the most informative mistake: a misspelt key rather than the missing key that it was meant to be."""
     details = error.errors()
     detail = next((entry for entry in details if entry["type"] == "extra_forbidden"), details[0])
     location = detail["loc"]
@@ -126,7 +126,7 @@ def _first_error(error: ValidationError, model: type[BaseModel], error_type: typ
 
 
 _CLASSES = ("ModelSplit", "OwnSplit")
-"""What stands in the location of a mistake below a value that may be of several classes: which one it is read as."""
+"""Class names that pydantic inserts into the location of a mistake when a value may be of several classes."""
 
 
 def _dotted(location: Iterable[int | str]) -> str:
@@ -137,7 +137,7 @@ def _dotted(location: Iterable[int | str]) -> str:
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """Keys that the part of the file at ``location`` may have."""
+    """Return the keys that the part of the file at ``location`` may have."""
     current: list[type[BaseModel]] = [model]
     for part in (each for each in location if isinstance(each, str)):
         if part in _CLASSES:

@@ -1,4 +1,4 @@
-"""What all parts of a plan file have in common."""
+"""The base class of all parts of a plan file."""
 
 from importlib import import_module
 
@@ -6,12 +6,12 @@ from pydantic import BaseModel, ConfigDict
 
 
 class PlanPart(BaseModel):
-    """Common to all parts of a plan file: immutable, and an unknown key is an error."""
+    """Base class of all parts of a plan file: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 def notebook_html(value: object) -> str:
-    """Return a value as a notebook shows it: by `steelyard.report`, a layer above this one that is loaded only then."""
+    """Return the notebook HTML of a value. It loads `steelyard.report`, a layer above this one, only when called."""
     text: str = import_module("steelyard.report.html.notebook").fragment(value)
     return text

@@ -1,7 +1,7 @@
-"""The plan: one versioned JSON file that says how a model is trained, and what that is predicted to cost.
+"""The plan: one versioned JSON file with the training strategy of a model and its predicted cost.
 
-A plan is the only thing that travels from the planner to the runtime. It checks itself when it is read; a plan that
-exists can be run by as many processes as it has ranks. ``prediction`` is absent in a plan written by hand.
+The planner passes nothing but a plan to the runtime. A plan validates itself when it is read; a valid plan can be run
+by as many processes as it has ranks. ``prediction`` is absent in a plan written by hand.
 """
 
 from bisect import bisect_right
@@ -39,13 +39,13 @@ class PlanModel(PlanPart):
     config: dict[str, Any] | None = None
     config_hash: str | None = None
     split: Split | None = None
-    """How the model splits by its structure; where it is not said it is found. A user's own module has no config."""
+    """Split of the model by its structure; found again if absent. A user's own module has no config."""
     frozen: Freeze | None = None
-    """What is not trained; absent where all is."""
+    """Frozen parameters; absent if everything is trained."""
 
 
 class Fallback(PlanPart):
-    """Another plan of the same model, batch and devices: to go on with where memory runs out, or to measure beside."""
+    """Another plan of the same model, batch and devices, to switch to when memory runs out or to measure."""
 
     num_microbatches: Microbatches
     schedule: ScheduleName = USUAL.name
@@ -54,43 +54,43 @@ class Fallback(PlanPart):
 
 
 OTHER_PLANS = ("fallbacks", "next_best")
-"""The fields of a plan that hold other plans of the same model."""
+"""Fields of a plan that hold other plans of the same model."""
 
 
 class Plan(PlanPart):
     """A strategy for every layer, stages, microbatches and schedule. Valid once constructed.
 
-    ``global_batch`` and the microbatch count samples of ``seq_len`` tokens. Raises `InvalidPlanError` naming the
-    field where the parts contradict each other or the model.
+    ``global_batch`` and the microbatch count samples of ``seq_len`` tokens. Raises `InvalidPlanError` naming the field
+    if the parts contradict each other or the model.
     """
 
     version: Literal[1] = 1
     model: PlanModel
     cluster: str
-    """Its name; of unlike pools those of all pools that are used, in the order of the ranks, joined by a plus."""
+    """Name of the cluster; for heterogeneous pools, the names of the pools used, in rank order, joined by a plus."""
     hardware: HardwareFile | None = None
-    """What the cluster is, where its name does not say it all: it was described in a file, or its network chosen."""
+    """Description of the cluster if its name is not enough: it came from a file, or its network was chosen."""
     seq_len: Tokens
     global_batch: Samples
     num_microbatches: Microbatches
-    """Of a step, whose gradients are accumulated over so many."""
+    """Microbatches per step; gradients are accumulated over them."""
     precision: Precision
     schedule: ScheduleName = USUAL.name
     engine: str | None = None
-    """The engine that runs the plan, by its name; absent for steelyard's own runtime."""
+    """Name of the engine that runs the plan; absent for steelyard's own runtime."""
     levers: dict[str, str] = Field(default_factory=dict, exclude_if=lambda texts: not texts)
-    """What is changed beside strategies (`steelyard.levers`), as the options of `steelyard plan` say it."""
+    """Changes alongside strategies (`steelyard.levers`), as written in the options of `steelyard plan`."""
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     asked: Decisions | None = None
-    """Absent where the user left everything to the search, or wrote the plan by hand."""
+    """The user's decisions; absent if everything was left to the search, or the plan was written by hand."""
     prediction: Prediction | None = None
     training: Training | None = None
-    """Days and money for as many tokens as were asked for; absent where none were."""
+    """Duration and cost of training on the requested number of tokens; absent if none was requested."""
     fallbacks: tuple[Fallback, ...] = ()
-    """Most memory first."""
+    """Plans to switch to when memory runs out, in order of falling memory."""
     next_best: tuple[Fallback, ...] = ()
-    """The fastest plan where this one is simpler, and the best found of other pipeline configurations, fastest first,
-    for `steelyard measure` to run beside it."""
+    """Plans that `steelyard measure` runs alongside this one: the fastest plan if this one is simpler, then the best
+    plans found of other pipeline configurations, fastest first."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -139,31 +139,36 @@ class Plan(PlanPart):
         return "\n".join(plan_lines(self))
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
+        """Return the HTML for a notebook."""
         return notebook_html(self)
 
     def chain(self) -> ModelChain:
-        """The model of the plan as a chain; raises `InvalidModelError` if its config is not known."""
+        """Build the model of the plan as a chain. Raise `InvalidModelError` if its config is not known."""
         model = self.model
         chain = planned_model(model.name, model.config, model.split)
         return frozen_chain(self.chosen_levers.change(chain), model.frozen)
 
     @property
     def chosen_levers(self) -> Levers:
-        """What is changed beside strategies; raises `UserError` for what is no lever."""
+        """Changes alongside strategies. Raises `UserError` if one is not a lever."""
         return Levers.of(self.levers)
 
     def shared_heads(self, chain: ModelChain) -> tuple[int, str, int] | None:
-        """A tp degree, and the name and number of what its ranks, being more, hold alike; None where nothing is so."""
+        """Return a tp degree above the number of heads of a kind, and the name and number of these heads; None if there
+        is none.
+
+        Every tensor-parallel rank then holds the weights of all of these heads.
+        """
         for layer, strategy in enumerate(self.strategies):
             if (shared := chain.type_of(layer).shared_by(strategy.tensor_degree)) is not None:
                 return strategy.tensor_degree, *shared
         return None
 
     def machines(self) -> Cluster:
-        """The cluster of the plan; raises `InvalidClusterError` where the file has only a name that is not known.
+        """Return the cluster of the plan, which has one device type.
 
-        And `InvalidPlanError` for a plan over unlike pools, which `pools` takes.
+        Raise `InvalidClusterError` if the file has only a name and it is unknown, and `InvalidPlanError` if the plan
+        uses heterogeneous pools (see `pools`).
         """
         found = self.hardware_value()
         if found.is_mixed:
@@ -176,42 +181,41 @@ class Plan(PlanPart):
         return found
 
     def hardware_value(self) -> Cluster:
-        """The cluster of the plan, of one pool or several; raises as `machines`."""
+        """Return the cluster of the plan, of one pool or several. Raise `InvalidClusterError` as `machines` does."""
         return parse_pools(self.cluster) if self.hardware is None else cluster_of(self.hardware, name=self.cluster)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether its stages lie in unlike pools of devices."""
+        """Whether the stages lie in heterogeneous pools of devices."""
         return isinstance(self.hardware, PoolsFile) or (self.hardware is None and "+" in self.cluster)
 
     def pools(self) -> tuple[Cluster, ...]:
-        """The pools of devices in the order of the ranks: one where all devices are alike."""
+        """Return the pools of devices in rank order; one if all devices are identical."""
         return self.hardware_value().pools
 
     def stage_pools(self) -> tuple[Cluster, ...]:
-        """The pool that each stage lies in."""
+        """Return the pool of each stage."""
         ends = list(accumulate(pool.num_devices for pool in self.pools()))
         return tuple(self.pools()[bisect_right(ends, stage.ranks[0])] for stage in self.stages)
 
     def fallback_plan(self, index: int) -> "Plan":
-        """A fallback as a plan, with the fallbacks after it; raises `InvalidPlanError` if it contradicts itself."""
+        """Return a fallback as a plan, with the fallbacks after it. Raise `InvalidPlanError` if it is inconsistent."""
         return _plan_of(self, self.fallbacks[index]).model_copy(update={"fallbacks": self.fallbacks[index + 1 :]})
 
     def as_fallback(self) -> Fallback:
-        """The plan as one that another plan of the same model holds, without what lost to it."""
+        """Return this plan as a fallback of another plan of the same model, without its rejected alternatives."""
         prediction = self.prediction.model_copy(update={"alternatives": ()}) if self.prediction else None
         return Fallback(
             num_microbatches=self.num_microbatches, schedule=self.schedule, stages=self.stages, prediction=prediction
         )
 
     def contenders(self) -> "tuple[Plan, ...]":
-        """This plan and the next best ones, each as a plan that goes on with no other."""
+        """Return this plan and the next best ones, each without fallbacks and further plans."""
         alone = self.model_copy(update=dict.fromkeys(OTHER_PLANS, ()))
         return (alone, *(_plan_of(self, other) for other in self.next_best))
 
     def with_training(self, tokens: int, *, price: float | None = None) -> "Plan":
-        """The plan with what its prediction makes of a whole training, in whole steps; ``price`` is dollars for a
-        device-hour."""
+        """Return the plan with duration and cost of training in whole steps; ``price`` is dollars per device-hour."""
         steps = -(-tokens // (self.global_batch * self.seq_len))
         hours = steps * self.step_s / SECONDS_PER_HOUR
         training = Training(
@@ -226,38 +230,38 @@ class Plan(PlanPart):
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of a step, of a plan that has a prediction."""
+        """Predicted seconds per step; the plan must have a prediction."""
         assert self.prediction is not None, "asked of a plan that is priced"
         return self.prediction.step_time_s
 
     @property
     def num_devices(self) -> int:
-        """Ranks of the whole plan."""
+        """Number of ranks of the whole plan."""
         return sum(self.stage_sizes)
 
     @property
     def parts(self) -> tuple[StagePart, ...]:
-        """The parts of the pipeline in the order of the layers: of P stages part k lies on stage k mod P."""
+        """Parts of the pipeline in layer order: with P stages, part k lies on stage k mod P."""
         return tuple(part for chunk in zip(*(stage.parts for stage in self.stages), strict=True) for part in chunk)
 
     @property
     def num_groups(self) -> int:
-        """Runs of neighbouring layers of one strategy, summed over the stages and their chunks."""
+        """Number of runs of neighbouring layers with one strategy, summed over the stages and their chunks."""
         return sum(len(part.runs) for part in self.parts)
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages, each a group of ranks of its own."""
+        """Number of pipeline stages."""
         return len(self.stages)
 
     @property
     def stage_sizes(self) -> tuple[int, ...]:
-        """Ranks of each stage."""
+        """Number of ranks of each stage."""
         return tuple(stage.num_devices for stage in self.stages)
 
     @property
     def num_chunks(self) -> int:
-        """Parts of the model that every stage holds: more than one where the schedule takes chunks."""
+        """Number of model parts per stage: more than one if the schedule takes chunks."""
         return len(self.stages[0].parts)
 
     @property
@@ -271,7 +275,7 @@ class Plan(PlanPart):
         )
 
     def stage_of(self, rank: int) -> int:
-        """The stage that a rank belongs to."""
+        """Return the stage of a rank."""
         return next(index for index, stage in enumerate(self.stages) if stage.ranks[0] <= rank <= stage.ranks[1])
 
     @property
@@ -281,23 +285,22 @@ class Plan(PlanPart):
 
     @property
     def rank_samples(self) -> tuple[int, ...]:
-        """Micro-batch size: samples of a microbatch on a rank, each size that a layer has; of parts where cp divides
-        their tokens."""
+        """Micro-batch size, in samples per rank: each size that a layer has. Under cp these are parts of samples."""
         return tuple(sorted({self.microbatch_samples // each.sample_degree for each in self.strategies}))
 
     @property
     def batch(self) -> Batch:
-        """What its strategies divide beside the layers."""
+        """Sizes that strategies divide in addition to the layers: samples of a microbatch and tokens of a sequence."""
         return Batch(microbatch_samples=self.microbatch_samples, seq_len=self.seq_len)
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """The strategy of each layer of the model in order."""
+        """Strategy of each layer of the model, in order."""
         return tuple(strategy for part in self.parts for strategy in part.strategies)
 
 
 def _plan_of(plan: Plan, fallback: Fallback) -> Plan:
-    """The plan with what its fallback has instead, and no other plans."""
+    """Return the plan with the values of its fallback, and no other plans."""
     own = {name: getattr(plan, name) for name in Plan.model_fields if name not in (*OTHER_PLANS, "training")}
     return Plan(**own | {name: getattr(fallback, name) for name in Fallback.model_fields})
 
@@ -331,7 +334,7 @@ def _check_ranks(plan: Plan) -> None:
 
 
 def _check_chunks(plan: Plan, index: int, stage: StagePlan, *, takes_chunks: bool) -> None:
-    """Whether a stage has its layers once, in as many chunks as the schedule takes and the first stage has."""
+    """Check that a stage has its layers once, in as many chunks as the schedule takes and the first stage has."""
     own, form = ("chunks", "the runs of each chunk") if takes_chunks else ("runs", "the runs of its layers")
     given = [name for name in ("runs", "chunks") if getattr(stage, name) is not None]
     if given != [own]:
@@ -352,13 +355,13 @@ def _check_chunks(plan: Plan, index: int, stage: StagePlan, *, takes_chunks: boo
 
 
 def _place(plan: Plan, index: int) -> str:
-    """Where in the file the runs of a part stand."""
+    """Return the location in the file of the runs of a part."""
     chunk, stage = divmod(index, plan.num_stages)
     return f"stages[{stage}].chunks[{chunk}]" if plan.num_chunks > 1 else f"stages[{stage}].runs"
 
 
 def _check_pools(plan: Plan) -> None:
-    """Whether the stages take all ranks of the plan's pools, and each lies in one of them."""
+    """Check that the stages take all ranks of the plan's pools, and that each lies within one pool."""
     pools = plan.pools()
     ends = list(accumulate(pool.num_devices for pool in pools))
     if plan.num_devices != ends[-1]:
@@ -445,7 +448,7 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """The decision, a line for every run of equal layers, and how sure it is that no plan is better."""
+    """Yield the decision, a line per run of equal layers, and the certificate with the source of the costs."""
     chain = plan.chain()
     yield headline(plan)
     for index, part in enumerate(plan.parts):
@@ -457,7 +460,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 
 def headline(plan: Plan) -> str:
-    """The decision in one sentence."""
+    """Return the decision with its predicted time and memory, in a few lines."""
     stages = format_plural(plan.num_stages, "stage") + (f" ({plan.schedule})" if plan.num_stages > 1 else "")
     if plan.num_chunks > 1:
         stages += f" of {format_plural(plan.num_chunks, 'chunk')}"
@@ -506,13 +509,13 @@ def change_lines(plan: Plan) -> Iterator[str]:
 
 
 def accumulation(plan: Plan) -> str:
-    """Micro-batch size and steps of gradient accumulation, one for each microbatch, in words."""
+    """Return micro-batch size and number of gradient accumulation steps, one per microbatch, in words."""
     samples = " or ".join(map(str, plan.rank_samples))
     steps = format_plural(plan.num_microbatches, "gradient accumulation step")
     return f"micro-batch per rank: {samples} {'sample' if samples == '1' else 'samples'}, {steps}"
 
 
 def part_name(plan: Plan, index: int) -> str:
-    """The number of the stage of a part of the pipeline and, interleaved, which chunk of it."""
+    """Return the stage number of a part of the pipeline and, if interleaved, its chunk."""
     chunk, stage = divmod(index, plan.num_stages)
     return str(stage) if plan.num_chunks == 1 else f"{stage}, chunk {chunk}"

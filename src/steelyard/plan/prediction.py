@@ -1,8 +1,7 @@
-"""The prediction of a plan, and the words for it that every view shows.
+"""The prediction of a plan, and its wording in every view.
 
-A `Prediction` holds time and memory of each stage, the `CostSource` that its times rest on, the `Certificate` of what
-the search proved, and the baselines that the plan was compared with. Status, margin, shortfall and comparison are put
-into words here alone.
+A `Prediction` holds time and memory of each stage, the `CostSource` of its times, the `Certificate` with the result of
+the search, and the baselines of the plan. Only this module words status, reserved memory, shortfall and comparison.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,18 +19,18 @@ from steelyard.units import format_bytes, format_plural, format_seconds, format_
 
 
 class CatalogueRates(PlanPart):
-    """Which entry says what part of a data sheet's rates a device reaches in matrix products and attention."""
+    """Catalogue entry with the fractions of data-sheet rates that a device reaches in matrix products and attention."""
 
     generation: str
-    """The name of the entry."""
+    """Name of the entry."""
     is_assumed: bool
-    """Whether no run of such a device was among those that were fitted."""
+    """Whether no fitted run used such a device."""
     is_stand_in: bool = False
-    """Whether the device is of no generation that is known, and this entry is taken for all such."""
+    """Whether the device is of no known generation, so that this entry stands in."""
 
     @property
     def brief(self) -> str:
-        """The words for a cell of a table: ``fitted (hopper)``."""
+        """Words for a table cell: ``fitted (hopper)``."""
         return f"{'assumed' if self.is_assumed else 'fitted'} ({self.generation})"
 
     def __str__(self) -> str:
@@ -43,31 +42,31 @@ class CatalogueRates(PlanPart):
 
 
 class ProfileFile(PlanPart):
-    """The file that a profile was read from."""
+    """File that a profile was read from."""
 
     path: str
-    """As it was given, so relative to where the plan was made, or absolute."""
+    """Path as given: absolute, or relative to the folder in which the plan was made."""
     sha256: str
-    """Of its content."""
+    """Hash of the content."""
 
 
 class CostSource(ProfileIdentity):
-    """The identity of a profile with what else the times rest on."""
+    """Identity of a profile, with the other sources of the times."""
 
     time_factor: float = Field(default=1.0, gt=0)
-    """What all times were multiplied by after a measured run; 1 where there was none."""
+    """Factor on all times, calibrated by measured runs; 1 if there were none."""
     num_calibrating: limits.Count = 0
-    """Measured runs that gave it; 0 also in plans that were written before they were counted."""
+    """Number of runs that calibrated ``time_factor``; 0 also in plans older than this field."""
     rates: CatalogueRates | None = None
-    """Absent where times were measured or the rates given, and in plans that were written before it was said."""
+    """Catalogue entry; absent if times were measured or the rates given, and in plans older than this field."""
     links_assumed: bool = False
-    """Whether layers were measured on one device, and the rates of links are the cluster's."""
+    """Whether layers were measured on one device, so that the link rates are the cluster's."""
 
     file: ProfileFile | None = None
-    """Absent where the profile was traced or given as a value, and in plans that were written before it was kept."""
+    """Profile file; absent if the profile was traced or given as a value, and in plans older than this field."""
     imbalance: float | None = Field(default=None, ge=1)
-    """How many times the mean the rank computes whose experts most tokens take, which is assumed; absent for models
-    without experts, and in plans that were written before they were divided."""
+    """Load of the busiest expert rank relative to the mean (assumed); absent for models without experts, and in plans
+    older than this field."""
 
     def __str__(self) -> str:
         runs = "a measured run" if self.num_calibrating < 2 else f"{self.num_calibrating} measured runs"
@@ -85,27 +84,27 @@ class CostSource(ProfileIdentity):
 
 
 TOLERANCE = 1e-4
-"""A gap that solvers of integer programs by custom leave (HiGHS and Gurobi: ``mip_rel_gap``, ``MIPGap``)."""
+"""Default optimality gap of integer programming solvers (HiGHS and Gurobi: ``mip_rel_gap``, ``MIPGap``)."""
 Status = Literal["optimal", "gap", "simulated", "simplified", "priced"]
 
 
 class Certificate(PlanPart):
-    """How sure the planner is that no plan is faster.
+    """Degree of certainty that no plan is faster.
 
-    ``optimal``: none is, by the cost tables. ``gap``: it is the best that was found, in the time that
-    there was or of those that fit; optimal to so much where that is within `TOLERANCE`. ``simulated``: the
-    fastest in simulation of several that the search found. ``simplified``: the simplest of those that take little
-    longer than the best found (`FastestPlan`). ``priced``: given, not searched.
+    ``optimal``: no plan is faster, by the cost tables. ``gap``: the best plan found, within the time limit or among
+    those that fit; optimal to `TOLERANCE` if the gap is within it. ``simulated``: the fastest in simulation of several
+    plans that the search found. ``simplified``: the simplest of the plans that are slightly slower than the best found
+    (`FastestPlan`). ``priced``: given, not searched.
     """
 
     status: Status
     gap: float | None = Field(default=None, ge=0, le=1)
-    """The part of the plan's step by the cost tables, or as shown where processes share cores, that
-    `Prediction.lower_bound_s` does not prove necessary; absent where nothing is proven."""
+    """Fraction of the plan's step time (by the cost tables, or as shown if processes share cores) that
+    `Prediction.lower_bound_s` does not prove necessary; absent if nothing is proven."""
     time_limit_s: limits.Seconds | None = None
-    """What the search might take, where that ended it before it proved its plan; absent where it ended by itself."""
+    """Time limit of the search, if it ended the search before a proof; absent if the search ended by itself."""
     num_simulated: int | None = Field(default=None, ge=2, le=limits.MOST_STEPS)
-    """Plans among which the simulator chose; absent where it confirmed the search's best."""
+    """Number of plans that the simulator chose from; absent if it confirmed the search's best."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -121,7 +120,7 @@ class Certificate(PlanPart):
 
     @property
     def is_optimal(self) -> bool:
-        """Whether no plan that was searched is faster, by the cost tables."""
+        """Whether no searched plan is faster, by the cost tables."""
         return self.status == "optimal"
 
     @property
@@ -130,7 +129,7 @@ class Certificate(PlanPart):
 
     @property
     def brief(self) -> tuple[str, str]:
-        """A word or two, and what they mean."""
+        """Status in a word or two, and its meaning."""
         match self.status:
             case "optimal":
                 return "optimal", "none that was searched is faster"
@@ -166,7 +165,7 @@ class Certificate(PlanPart):
 
 
 def margin_text(budget_bytes: int, margin_bytes: int) -> str:
-    """What is left free beside the budget of a device, where something is."""
+    """Return the reserved memory of a device, in words; empty if there is none."""
     if not margin_bytes:
         return ""
     device_bytes = budget_bytes + margin_bytes
@@ -174,7 +173,7 @@ def margin_text(budget_bytes: int, margin_bytes: int) -> str:
 
 
 def shortfall(peak_bytes: int, budget_bytes: int, margin_bytes: int) -> str:
-    """How a plan of so many bytes on its fullest device misses the budget, or takes of the margin; empty if neither."""
+    """Return by how much a plan misses the budget or uses reserved memory; empty if it does neither."""
     over = peak_bytes - budget_bytes
     if over <= 0:
         return ""
@@ -184,23 +183,23 @@ def shortfall(peak_bytes: int, budget_bytes: int, margin_bytes: int) -> str:
 
 
 OWN_TERMS = ("compute", "remat", "host", "optimizer", "offload")
-"""Terms of time in which a rank computes by itself; those of parallelism dimensions wait for others."""
+"""Time terms in which a rank computes by itself; in the terms of parallelism dimensions it waits for others."""
 
 
 class StagePrediction(PlanPart):
-    """What one stage is predicted to take: seconds of a microbatch and bytes per rank, each term by its name.
+    """Predicted seconds per microbatch and bytes per rank of one stage, each term by name.
 
-    Of all its chunks together.
+    Terms are sums over all chunks of the stage.
     """
 
     time_s: dict[str, limits.Seconds]
     memory_bytes: dict[str, limits.Bytes]
     host_bytes: limits.Bytes = Field(default=0, exclude_if=lambda size: not size)
-    """What a rank holds in the memory of its host, which ``memory_bytes`` does not count."""
+    """Bytes of a rank in host memory, which ``memory_bytes`` does not count."""
 
     @property
     def total_time_s(self) -> float:
-        """Seconds that one microbatch occupies the stage, once-a-step work spread over the microbatches."""
+        """Seconds that one microbatch occupies the stage; once-per-step work is spread over the microbatches."""
         return sum(self.time_s.values())
 
     @property
@@ -210,55 +209,55 @@ class StagePrediction(PlanPart):
 
 
 class Alternative(PlanPart):
-    """A candidate that lost, and why."""
+    """A candidate that lost, and the reason."""
 
     description: str
     reason: str
     step_time_s: limits.Seconds | None = None
-    """Absent where it was not computed exactly."""
+    """Step time in seconds; absent if it was not computed exactly."""
     is_bound: bool = False
     """Whether the configuration was not searched to the end, so that its best plan may be faster."""
     memory_bytes: limits.Bytes | None = None
-    """Of its fullest device; absent where it was not computed exactly."""
+    """Bytes of the fullest device; absent if not computed exactly."""
 
 
 class FastestPlan(PlanPart):
-    """The fastest plan that was found, in whose place stands a simpler one that is little slower."""
+    """The fastest plan found, which was given up for a simpler one that is slightly slower."""
 
     step_time_s: limits.PositiveSeconds
     memory_bytes: limits.Bytes
-    """Of its fullest device."""
+    """Bytes of the fullest device."""
     num_groups: int = Field(ge=1, le=limits.MOST_LAYERS)
-    """Runs of neighbouring layers of one strategy, summed over the stages."""
+    """Number of runs of neighbouring layers with one strategy, summed over the stages."""
     num_stages: int | None = Field(default=None, ge=1, le=limits.MOST_LAYERS)
-    """Absent in files of before, whose plans gave up groups alone."""
+    """Number of pipeline stages; absent in older files, whose plans were simplified in groups only."""
     setting: str
     strategies: str
 
 
 class Baseline(PlanPart):
-    """The best plan of a simple way to train that needs no planner, on the same costs."""
+    """Best plan of a simple way to train that needs no planner, on the same costs."""
 
     name: str
     step_time_s: limits.Seconds | None = None
-    """Absent where none of them fits."""
+    """Step time in seconds; absent if no such plan fits."""
     missing_bytes: limits.Bytes | None = None
-    """Bytes per device that the nearest one lacks, where none fits."""
+    """Bytes per device that the nearest plan lacks, if none fits."""
     setting: str = ""
     strategies: str = ""
 
 
 class Interval(PlanPart):
-    """Where nine in ten runs lie that are like a predicted one, and how far plans must differ to be told apart."""
+    """Range of nine in ten runs similar to a predicted one, and the difference within which plans cannot be ranked."""
 
     low_s: float = Field(ge=0)
     high_s: float = Field(ge=0)
     typical: float = Field(ge=0)
     """The median of |predicted / measured − 1| of such runs."""
     like: str
-    """What such runs are, as `steelyard.cost.accuracy` has it."""
+    """Description of these runs, from `steelyard.cost.accuracy`."""
     as_good: float = Field(ge=0)
-    """By what fraction a plan of the same job may be predicted slower and still be as good as this one."""
+    """Relative step-time difference up to which plans of one job are within prediction error."""
 
     def __str__(self) -> str:
         return (
@@ -268,32 +267,32 @@ class Interval(PlanPart):
 
 
 class PoolUse(PlanPart):
-    """A pool of devices that was at hand: what it was taken to be, and how many stages lie in it."""
+    """An available pool of devices: its costs and memory, and the number of stages in it."""
 
     name: str
     num_devices: int = Field(ge=1, le=limits.MOST_DEVICES)
     num_stages: int = Field(ge=0, le=limits.MOST_DEVICES)
-    """0 where it is left out."""
+    """Number of stages; 0 if the pool is left out."""
     budget_bytes: limits.Bytes
     margin_bytes: limits.Bytes = 0
     profile: CostSource
     reason: str | None = None
-    """Why it is left out."""
+    """Reason why the pool is left out."""
 
 
 class HostUse(PlanPart):
-    """Tensors of the ranks of a node in the memory of their host, of the node that has least left.
+    """Host memory of a node's ranks, for the node with the least memory left.
 
-    On GPUs they are pinned, in which torch rounds each of them up to a power of two.
+    On GPUs the tensors are pinned, and torch rounds each of them up to a power of two.
     """
 
     node_bytes: limits.Bytes
     memory_bytes: limits.Bytes | None = None
-    """What they may hold; absent where the cluster does not say it, so that nothing was checked."""
+    """Host memory for the tensors, in bytes; absent if the cluster does not give it, so that nothing was checked."""
 
     @property
     def fits(self) -> bool:
-        """Whether they may hold it, as far as is known."""
+        """Whether the tensors fit, or the limit is not known."""
         return self.memory_bytes is None or self.node_bytes <= self.memory_bytes
 
     def __str__(self) -> str:
@@ -307,51 +306,51 @@ class HostUse(PlanPart):
 
 
 class Prediction(PlanPart):
-    """What the planner expects of a plan, and how sure it is that no plan is better."""
+    """Predicted time and memory of a plan, and the certainty that no plan is better."""
 
     step_time_s: limits.PositiveSeconds
     tokens_per_s_per_device: float = Field(ge=0, le=limits.MOST_PER_S)
     mfu: float | None = Field(default=None, ge=0, le=limits.MOST_PER_S)
-    """Model FLOP utilisation; absent where the device's peak is not known."""
+    """Model FLOP utilisation; absent if the device's peak is not known."""
     mfu_attention: str = ""
-    """How attention is counted in it, as the model has it: ``causal``; empty in plans that were written before."""
+    """Method of counting attention in ``mfu``, from the model: ``causal``; empty in older plans."""
     model_flop_per_s: float | None = Field(default=None, ge=0, le=limits.MOST_PER_S)
-    """Model FLOP/s of a device, counted as in `mfu`; absent where no layer says its work, and in older plans."""
+    """Model FLOP/s of a device, counted as in `mfu`; absent if no layer gives its FLOP count, and in older plans."""
     rank_samples: tuple[limits.Samples, ...] = ()
-    """Micro-batch size: samples of a microbatch on a rank, each size that a layer has; absent in older plans."""
+    """Micro-batch size, in samples per rank: each size that a layer has; absent in older plans."""
     warnings: tuple[str, ...] = ()
-    """What is allowed and should be known all the same: sequences longer than the model was made for."""
+    """Caveats of an allowed plan: sequences longer than the model was made for."""
     budget_bytes: limits.Bytes
-    """What a device may hold."""
+    """Memory budget of a device, in bytes."""
     margin_bytes: limits.Bytes = 0
-    """What each device has beside it and is left free, for the allocator's sake."""
+    """Bytes of each device reserved for the allocator, in addition to the budget."""
     stages: tuple[StagePrediction, ...]
     certificate: Certificate
     lower_bound_s: limits.Seconds
-    """No plan takes less: by the cost tables, or where processes share cores by the work that these can do."""
+    """Lower bound of the step time: by the cost tables or, if processes share cores, by what the cores can compute."""
     not_searched: tuple[str, ...] = ()
-    """What could be run and was left out of the search, so that the certificate says nothing of it."""
+    """Runnable plans that the search left out; the certificate does not cover them."""
     profile: CostSource
-    """Where the costs came from."""
+    """Source of the costs."""
     backend: Backend | None = None
-    """What the devices communicate with; absent in plans that were written before it was said."""
+    """Communication backend of the devices; absent in older plans."""
     interval: Interval | None = None
-    """Absent where no measured runs are like this one, and in plans that were written before it was said."""
+    """Error interval of the step time; absent if no measured runs are similar, and in older plans."""
     alternatives: tuple[Alternative, ...] = ()
     baselines: tuple[Baseline, ...] = ()
-    """The best plans of simple ways to train, `ONE_STRATEGY` the last; none where they were not searched."""
+    """Best plans of simple ways to train, `ONE_STRATEGY` last; empty if they were not searched."""
     fastest: FastestPlan | None = None
-    """Absent where the plan is the fastest that was found itself."""
+    """The fastest plan found; absent if it is this plan."""
     reasons: tuple[str, ...] = ()
-    """Why some layers are not as most blocks are, one line for each strategy; none in older plans."""
+    """Reasons why some layers differ from most blocks, one line per strategy; empty in older plans."""
     host: HostUse | None = Field(default=None, exclude_if=lambda use: use is None)
-    """Absent where nothing lies in host memory."""
+    """Use of host memory; absent if there is none."""
     pools: tuple[PoolUse, ...] | None = None
-    """The pools at hand, those used first in the order of their ranks; absent where all devices are alike."""
+    """Available pools, the used ones first in rank order; absent if all devices are identical."""
 
     @property
     def costs(self) -> str:
-        """Where the costs come from; of unlike pools those that are used, each with its own where they differ."""
+        """Source of the costs; for heterogeneous pools, the source of each pool that is used, if they differ."""
         names: dict[str, list[str]] = {}
         for pool in self.pools or ():
             if pool.num_stages:
@@ -361,41 +360,41 @@ class Prediction(PlanPart):
         return "; ".join(f"on {' and '.join(on)} {text}" for text, on in names.items())
 
     def stage_budgets(self) -> tuple[int, ...]:
-        """Bytes that a device of each stage may hold."""
+        """Return the memory budget of a device of each stage, in bytes."""
         if self.pools is None:
             return (self.budget_bytes,) * len(self.stages)
         return tuple(pool.budget_bytes for pool in self.pools for _ in range(pool.num_stages))
 
     def stage_margins(self) -> tuple[int, ...]:
-        """Bytes of a device of each stage that are left free beside them."""
+        """Return the reserved bytes of a device of each stage."""
         if self.pools is None:
             return (self.margin_bytes,) * len(self.stages)
         return tuple(pool.margin_bytes for pool in self.pools for _ in range(pool.num_stages))
 
     def left_bytes(self) -> tuple[int, ...]:
-        """What a device of each stage leaves of its budget; negative where it does not fit."""
+        """Return the bytes of the budget that a device of each stage leaves free; negative if it does not fit."""
         pairs = zip(self.stages, self.stage_budgets(), strict=True)
         return tuple(budget - stage.total_bytes for stage, budget in pairs)
 
     @property
     def fullest(self) -> int:
-        """The stage whose devices have least left of their budget."""
+        """Index of the stage whose devices have the least budget left."""
         left = self.left_bytes()
         return left.index(min(left))
 
     @property
     def device_bytes(self) -> int:
-        """What a device has, the margin that is left free included."""
+        """Bytes of a device, reserved bytes included."""
         return self.budget_bytes + self.margin_bytes
 
     @property
     def margin_text(self) -> str:
-        """What is left free beside the budget, where something is."""
+        """Reserved memory in words; empty if there is none."""
         return margin_text(self.budget_bytes, self.margin_bytes)
 
     @property
     def utilisation(self) -> str:
-        """TFLOP/s of a device and MFU, with how attention is counted in both; empty where neither is known."""
+        """TFLOP/s of a device and MFU, with the method of counting attention; empty if neither is known."""
         tera = None if self.model_flop_per_s is None else f"{format_tera(self.model_flop_per_s)} TFLOP/s per device"
         found = [tera, None if self.mfu is None else f"MFU {self.mfu:.1%}"]
         counted = f" ({self.mfu_attention} attention)" if self.mfu_attention else ""
@@ -403,20 +402,20 @@ class Prediction(PlanPart):
 
     @property
     def accuracy(self) -> str:
-        """How far a step typically turns out from its prediction."""
+        """Typical error of the predicted step time, in words."""
         return "error unknown: no published runs like this one" if self.interval is None else str(self.interval)
 
     def is_as_good(self, step_time_s: float | None) -> bool:
-        """Whether another plan of this job, of this step time, is predicted too close to be told which is faster."""
+        """Return whether the step times of this plan and another of the same job are within prediction error."""
         if step_time_s is None or self.interval is None:
             return False
         return max(step_time_s, self.step_time_s) <= min(step_time_s, self.step_time_s) * (1 + self.interval.as_good)
 
 
 ONE_STRATEGY = "one strategy for all layers"
-"""The baseline that has all others in it: one recomputation choice for all blocks too, stages cut freely."""
+"""The baseline that contains all others: also one recomputation choice for all blocks, and free stage cuts."""
 SAME_SHARE = 5e-4
-"""Step times that differ by less than this share are called the same."""
+"""Relative difference below which step times are called the same."""
 
 
 def baseline_line(prediction: Prediction) -> str:
@@ -440,8 +439,7 @@ def gain_text(prediction: Prediction) -> str:
 
 
 def simplicity_line(num_groups: int, num_stages: int, prediction: Prediction) -> str:
-    """Return the cost of having fewer groups of layers, or fewer stages, than the fastest plan; empty for the fastest
-    plan itself."""
+    """Return the cost of fewer groups of layers or stages than the fastest plan; empty for the fastest plan itself."""
     fastest = prediction.fastest
     if fastest is None:
         return ""
@@ -481,12 +479,12 @@ def misfits(baselines: Iterable[Baseline]) -> Iterator[str]:
 
 
 def _listed(words: Sequence[str]) -> str:
-    """``a``, ``a and b``, ``a, b and c``."""
+    """Return the words as ``a``, ``a and b`` or ``a, b and c``."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def layers_text(chain: ModelChain, first: int, last: int) -> str:
-    """Consecutive layers by name, both ends included: ``embedding, blocks 0–6``."""
+    """Return the names of consecutive layers, both ends included: ``embedding, blocks 0–6``."""
     has_embedding = chain.type_of(first).role is LayerRole.EMBEDDING
     has_head = chain.type_of(last).role is LayerRole.HEAD
     names = ["embedding"] if has_embedding else []

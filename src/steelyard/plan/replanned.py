@@ -1,4 +1,4 @@
-"""What the runtime of an elastic run asks of the search, which it does not know."""
+"""The interface through which the runtime of an elastic run asks the search for a new plan, without importing it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ class Replanned:
 
     plan: Plan
     taken: tuple[int, ...]
-    """Of each host the processes that take part, the first ones."""
+    """Number of participating processes of each host, the first ones."""
     order: tuple[int, ...] = ()
-    """The places of the hosts in the order of their ranks, where that is not their own: pools come as in the plan."""
+    """Indices of the hosts in rank order, pool by pool as in the plan; empty if the hosts are already in rank order."""
     notice: str = ""
-    """What it costs, for people; nothing where the plan is the one that was given."""
+    """Cost of the change, for people; empty if the plan is the given one."""
 
 
 Replan = Callable[[Plan, Sequence[int], Path, Sequence[str]], Replanned]
-"""From a plan, the processes of each host, the folder of the plan's file and, where any is said, the pool of each host
-to the plan for them; raises `UserError` where there is none."""
+"""Function from a plan, the processes of each host, the folder of the plan's file and, if given, the pool of each host,
+to the plan for them. Raises `UserError` if there is none."""

@@ -1,11 +1,11 @@
 """A plan at small width: the same stages, schedule and strategies, for a model that any machine trains in a moment.
 
-Of every run of equal layers with one strategy at most two are kept; widths, heads, experts, vocabulary and sequence are
-as small as the plan's degrees allow, and so is a microbatch. Dropout and the noise of routers are off, since which
-entries fall out differs between plans. What is kept: the type, what its blocks attend to, tied embeddings, stages and
-their ranks, strategies with their order, schedule, precision. Models with routed experts compute in fp32: rounded to
-bf16, a token may take another expert, which no comparison can tell from a fault. So do models of images with text: what
-of a gradient comes back to the tower through all of the text is no larger than bf16 rounds.
+Each run of equal layers with one strategy keeps at most two; widths, heads, experts, vocabulary, sequence and
+microbatch are as small as the plan's degrees allow. Dropout and router noise are off, because the dropped entries
+differ between plans. Kept are the model type, the attention of its blocks, tied embeddings, stages and their ranks,
+strategies with their order, schedule and precision. Models with routed experts compute in fp32: rounding to bf16 may
+send a token to another expert, which no comparison can tell from a fault. Models of images with text do too: the
+gradient that reaches the tower through all of the text is no larger than a bf16 rounding error.
 """
 
 import math
@@ -25,14 +25,14 @@ from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 
 _FILLS = "steelyard.modules.build"
-"""Which takes torch, so that it is imported where it is needed."""
+"""Module that imports torch, so it is imported only where it is needed."""
 _LEAST_SEQUENCE = 16
 _KEPT_OF_A_RUN = 2
 TOLERANCES = {"fp32": (1e-5, 1e-4), "fp16": (1e-3, 5e-2), "bf16": (5e-3, 3e-1)}
-"""How near the numbers of a plan must come to those of one process to count as the same: by precision, the largest
-relative difference of a loss, and the largest difference of an entry of a gradient as a share of the largest entry of
-its tensor. In bf16 an entry may be off by rounding, and a token whose experts are nearly equal may take another one: up
-to 0.24 was seen over the families (2 steps, 4 processes)."""
+"""Tolerances within which the results of a plan equal those of one process: by precision, the largest relative
+difference of a loss, and the largest difference of a gradient entry relative to the largest entry of its tensor. In
+bf16 an entry may be off by rounding, and a token with nearly equal experts may take another one: up to 0.24 was seen
+over the families (2 steps, 4 processes)."""
 _DROPOUT = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -40,11 +40,11 @@ _DROPOUT = {
     "switch_transformers": ("dropout_rate", "router_jitter_noise"),
     "swin": ("drop_path_rate",),
 }
-"""Keys that are not zero where a config does not give them."""
+"""Keys whose default in a config is not zero."""
 
 
 def shrunk_plan(plan: Plan) -> Plan:
-    """The plan at small width; raises `InvalidModelError` or `InvalidPlanError` where it cannot be made smaller."""
+    """Return the plan at small width. Raise `InvalidModelError` or `InvalidPlanError` if it cannot be made smaller."""
     chain = plan.chain()
     if chain.split.module:
         raise InvalidModelError(
@@ -53,7 +53,7 @@ def shrunk_plan(plan: Plan) -> Plan:
             expected="a model whose config gives it at small width",
             hint="compare your own training loop with one process (docs/how-to/your-own-model.md shows how)",
         )
-    if chain.features is not None:  # each part of which has a config, whose defaults transformers knows
+    if chain.features is not None:  # each part has a config, whose defaults transformers knows
         build = import_module(_FILLS)
         chain = replace(chain, config=build.full_config(build.hub_config(chain)))
     degree = math.lcm(*(each.head_degree for each in plan.strategies))
@@ -94,7 +94,7 @@ def shrunk_plan(plan: Plan) -> Plan:
 def _small_chain(
     chain: ModelChain, blocks: Mapping[str, Any], kept: list[int], degree: int, expert_degree: int
 ) -> ModelChain:
-    """The model at small width with the kept layers; ``blocks`` is what its config says of them."""
+    """Return the model at small width with the kept layers; ``blocks`` are the config entries of its blocks."""
     assert isinstance(chain.split, ModelSplit), "of the user's own module there is no plan at small width"
     blocks_of = (each for each in chain.layer_types if each.role is LayerRole.BLOCK)
     heads = dict(size for each in blocks_of for size in each.tp_divides).get(KV_HEADS)
@@ -103,7 +103,7 @@ def _small_chain(
     }
     config = without_dropout(with_entries(small_config(given, degree=degree, expert_degree=expert_degree), blocks))
     config |= dict.fromkeys(_DROPOUT.get(chain.family.model_type, ()), 0.0)
-    if chain.features is not None:  # whose shape follows from the config alone
+    if chain.features is not None:  # the shape follows from the config alone
         return chain_from_config(config, name=chain.name)
     split = chain.split.with_layers(kept).resized(given, config, degree * expert_degree)
     return chain_from_config(config, name=chain.name, split=split)
@@ -115,11 +115,11 @@ _SPARSE_STEP = "decoder_sparse_step"
 
 
 def config_of_blocks(chain: ModelChain, kept: list[int], *, is_compared: bool = False) -> dict[str, Any] | None:
-    """What the config says of its blocks where only some are kept; None where that is not known.
+    """Return the config entries of the blocks if only some are kept; None if they are not known.
 
-    Which of them have experts and what they attend to is known where the config says so in one of the usual ways.
-    Which of them read what flows beside the hidden state no config says, so that the split of what comes of it has to
-    be compared with what was expected (``is_compared``).
+    Experts and attention of each block are known if the config gives them in one of the usual ways. No config says
+    which blocks read cross-layer inputs, so the split of the new config must be compared with the expected one
+    (``is_compared``).
     """
     split = chain.split
     assert isinstance(split, ModelSplit), "of the user's own module there is no plan at small width"
@@ -152,14 +152,17 @@ def config_of_blocks(chain: ModelChain, kept: list[int], *, is_compared: bool = 
 
 
 def _depths(chain: ModelChain, kept: list[int]) -> dict[str, Any] | None:
-    """The depths of stages of which the kept layers are the first blocks, each stage but the last with what ends it."""
+    """Return the config entry for the depths of stages that keep their first blocks; None if other layers are kept.
+
+    Each stage must keep the layer that ends it, the last stage the head.
+    """
     depths, found, first = chain.config.get("depths"), [], 1
     if not isinstance(depths, list) or sum(depths) + len(depths) - 1 != chain.num_layers - 2:
         return None
     for depth in depths:
         blocks = range(first, first + depth)
         own = [layer for layer in kept if layer in blocks]
-        is_whole = first + depth in kept  # the head, behind the last
+        is_whole = first + depth in kept  # the head, after the last stage
         if not own or not is_whole or [chain.layers[n] for n in own] != [chain.layers[n] for n in blocks[: len(own)]]:
             return None
         found.append(len(own))
@@ -168,11 +171,11 @@ def _depths(chain: ModelChain, kept: list[int]) -> dict[str, Any] | None:
 
 
 _NUMBERS_OF_STACKS = (("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))
-"""Of an encoder's and its decoder's blocks; where the latter is not given there are as many as of the former."""
+"""Keys for the number of encoder and decoder blocks; without the latter there are as many as the former."""
 
 
 def _config_of_stacks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | None:
-    """What the config says of the blocks of an encoder and its decoder; None where each stack is not of one type."""
+    """Return the config entries of an encoder's and its decoder's blocks; None if a stack has several layer types."""
     split = chain.split
     assert isinstance(split, ModelSplit)
     stacks = [range(1, split.between), range(split.between + 1, chain.num_layers - 1)]
@@ -191,11 +194,11 @@ def _config_of_stacks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | No
 
 _PARTS, _DEPTH, _LISTED = ("vision_config", "text_config"), "depth", "layer_types"
 _NUMBERED = ("fullatt_block_indexes", "deepstack_visual_indexes")
-"""Lists of the blocks of a tower that attend to all of an image, or whose states are read beside the last one."""
+"""Keys that list the tower blocks that attend to a whole image, or whose states are read besides the last one."""
 
 
 def _config_of_parts(chain: ModelChain, kept: list[int], stacks: Sequence[range]) -> dict[str, Any] | None:
-    """What the configs of a tower and of the text say of their blocks; None where they do not say their types.
+    """Return the config entries of the blocks of a tower and of the text; None if their types are not known.
 
     Blocks of the tower that nothing reads are kept.
     """
@@ -226,7 +229,7 @@ def _config_of_parts(chain: ModelChain, kept: list[int], stacks: Sequence[range]
 
 
 def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:
-    """For each part of the pipeline the layers that are kept: of equal neighbours the first two."""
+    """Yield the kept layers of each part of the pipeline: of equal neighbours the first two."""
     for part in plan.parts:
         layers = part.layers
         runs = groupby(layers, key=lambda layer: (chain.layers[layer], plan.strategies[layer]))

@@ -1,8 +1,8 @@
-"""The stages of a pipeline with a strategy for each of their layers, and what a strategy may not do to a layer.
+"""The stages of a pipeline with a strategy for each of their layers, and the rules for a legal strategy of a layer.
 
-`illegal_reason` serves a plan that a user wrote and every candidate of a search; the rules of a parallelism dimension
-stand in its own file (`steelyard.plan.dimensions`). `num_slices` says how the gradients of a shared parameter's copies
-meet: the runtime sums them so, and the cost model counts it.
+`illegal_reason` serves user-written plans and every candidate of a search; the rules of a parallelism dimension are in
+its own file (`steelyard.plan.dimensions`). `num_slices` defines how the gradients of a shared parameter's copies are
+summed: the runtime sums them this way, and the cost model counts it.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,16 @@ from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 
 SLICES_PER_RANK = 4
-"""Three slices of fp32 are then less than what a rank's part of a matrix takes in its own backward pass."""
+"""Slices per tensor-parallel rank; three in fp32 need less than a rank's part of a matrix in its own backward pass."""
 
 
 def num_slices(shared: SharedWeight, strategies: Sequence[Strategy], chain: ModelChain) -> int | None:
-    """In how many slices the gradients are gathered whole and summed, or None where each rank sums its own parts.
+    """Return the number of slices in which gradients are gathered whole and summed, or None if each rank sums its own
+    parts.
 
-    Ranks need no others where all copies are divided alike. Matrices of the vocabulary are divided by rows alone, so
-    slices of their columns can be gathered; what blocks share is small and gathered at once. ``strategies`` are those
-    of all layers.
+    Ranks need no other parts if all copies are divided identically. Vocabulary matrices are divided by rows only, so
+    slices of their columns can be gathered; parameters shared by blocks are small and gathered at once. ``strategies``
+    are those of all layers.
     """
     used = [strategies[layer] for layer, _ in shared.copies]
     if len({strategy.levels for strategy in used}) == 1:
@@ -45,7 +46,7 @@ _PRODUCTS = {
 
 
 def illegal_reason(layer_type: LayerType, strategy: Strategy, batch: Batch) -> str | None:
-    """Why ``strategy`` cannot run a layer of this ``layer_type``, or None where it can.
+    """Return why ``strategy`` cannot run a layer of this ``layer_type``, or None if it can.
 
     Nothing is ever rounded: a degree that does not divide is illegal.
     """
@@ -70,7 +71,7 @@ RankPlace = Annotated[int, Field(ge=-1, lt=MOST_DEVICES)]
 class LayerRun(PlanPart):
     """Consecutive layers that share one strategy. ``layers`` is the first and the last layer, both included.
 
-    Modes of the parallelism dimensions in ``parallel`` (``sp``, ``zero``, …) are keys of their own beside these.
+    Modes of the parallelism dimensions in ``parallel`` (``sp``, ``zero``, …) are additional keys.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -81,7 +82,7 @@ class LayerRun(PlanPart):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of these layers; raises `InvalidPlanError` naming the key that does not belong."""
+        """Strategy of these layers. Raises `InvalidPlanError` naming the unknown key, if there is one."""
         own = self.model_extra or {}
         known = (*type(self).model_fields, *modes())
         for key in own:
@@ -93,7 +94,7 @@ class LayerRun(PlanPart):
 
     @classmethod
     def of(cls, first: int, last: int, strategy: Strategy) -> Self:
-        """Layers ``first`` to ``last`` under ``strategy``."""
+        """Build the run of layers ``first`` to ``last`` under ``strategy``."""
         own: dict[str, Any] = dict(strategy.modes)
         return cls(layers=(first, last), parallel=strategy.parallel, remat=strategy.remat, **own)
 
@@ -104,7 +105,7 @@ Runs = Annotated[tuple[LayerRun, ...], Field(min_length=1)]
 class StagePlan(PlanPart):
     """A stage of the pipeline: its ranks (first and last, both included), and the runs of its layers in order.
 
-    Under a schedule of several chunks a stage these stand under ``chunks``, chunk by chunk, in place of ``runs``.
+    Under a schedule with several chunks per stage, ``chunks`` has the runs of each chunk in place of ``runs``.
     """
 
     ranks: tuple[RankPlace, RankPlace]
@@ -113,12 +114,12 @@ class StagePlan(PlanPart):
 
     @property
     def num_devices(self) -> int:
-        """Its ranks."""
+        """Number of ranks."""
         return self.ranks[1] - self.ranks[0] + 1
 
     @property
     def parts(self) -> "tuple[StagePart, ...]":
-        """What it holds: one part, or one for each chunk."""
+        """Parts of the model on the stage: one, or one per chunk."""
         return tuple(StagePart(ranks=self.ranks, runs=runs) for runs in self.chunks or (self.runs or (),))
 
     @model_serializer(mode="wrap")
@@ -128,40 +129,40 @@ class StagePlan(PlanPart):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePart:
-    """Consecutive layers on the ranks of a stage: all that it holds, or one of its chunks."""
+    """Consecutive layers on the ranks of a stage: all of its layers, or those of one chunk."""
 
     ranks: tuple[int, int]
     runs: tuple[LayerRun, ...]
 
     @property
     def num_devices(self) -> int:
-        """Ranks of its stage."""
+        """Number of ranks of the stage."""
         return self.ranks[1] - self.ranks[0] + 1
 
     @property
     def first_layer(self) -> int:
-        """Its first layer."""
+        """Index of the first layer."""
         return self.runs[0].layers[0]
 
     @property
     def last_layer(self) -> int:
-        """Its last layer, included."""
+        """Index of the last layer, included."""
         return self.runs[-1].layers[1]
 
     @property
     def layers(self) -> range:
-        """All its layers, by their place in the model."""
+        """Indices of all layers in the model."""
         return range(self.first_layer, self.last_layer + 1)
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """The strategy of each of its layers in order."""
+        """Strategy of each layer, in order."""
         counts = [(run.strategy, run.layers[1] + 1 - run.layers[0]) for run in self.runs]
         return tuple(strategy for strategy, count in counts for _ in range(count))
 
 
 def stages_of(parts: Sequence[StagePart]) -> tuple[StagePlan, ...]:
-    """The stages that hold these parts, which stand in the order of the layers."""
+    """Build the stages that hold these parts, which are in layer order."""
     runs: dict[tuple[int, int], list[tuple[LayerRun, ...]]] = {}
     for part in parts:
         runs.setdefault(part.ranks, []).append(part.runs)
@@ -172,7 +173,7 @@ def stages_of(parts: Sequence[StagePart]) -> tuple[StagePlan, ...]:
 
 
 def fold_runs(first_layer: int, strategies: tuple[Strategy, ...]) -> tuple[LayerRun, ...]:
-    """Runs of equal neighbouring strategies, counted from ``first_layer``."""
+    """Fold equal neighbouring strategies into runs of layers, counted from ``first_layer``."""
     runs: list[LayerRun] = []
     start = 0
     for index in range(1, len(strategies) + 1):

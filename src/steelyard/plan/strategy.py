@@ -1,17 +1,17 @@
 r"""A strategy: how the devices of one pipeline stage share the work of one layer.
 
 A strategy is one leaf of the papers' decision tree: an ordered product of degrees, each with its dimension, over the
-$G$ devices of a stage, together with the modes of these dimensions and activation checkpointing (remat). What a
-dimension is stands in `steelyard.plan.dimensions`.
+$G$ devices of a stage, together with the modes of these dimensions and activation checkpointing (remat).
+`steelyard.plan.dimensions` defines dimensions.
 
-Written ``fsdp4-tp2``: the outermost level first, so the last level acts on neighbouring ranks (here ranks 0 and 1
-share a tensor-parallel pair and ranks 0, 2, 4, 6 share parameters). No levels at all (``single``) means one device.
-Modes other than the default stand behind the levels: ``fsdp4-tp2+sp zero2``. A degree is 2 or more, or 1 of fsdp where
-the states are sharded over the ranks of another dimension alone: ``fsdp1-cp8``.
+A strategy is written ``fsdp4-tp2``: the outermost level first, so the last level acts on neighbouring ranks (here ranks
+0 and 1 share a tensor-parallel pair and ranks 0, 2, 4, 6 share parameters). No levels (``single``) means one device.
+Modes other than the default follow the levels: ``fsdp4-tp2+sp zero2``. A degree is 2 or more, or 1 for fsdp if the
+states are sharded only over the ranks of another dimension: ``fsdp1-cp8``.
 
-The devices of a stage form a mesh of small axes, one per prime factor of $G$, largest factor first (8 devices:
-2×2×2; 12: 3×2×2). A level takes a run of consecutive axes, so that any two strategies of one stage live on the same
-mesh and a layout change between them is a redistribution on it. Rank $r$ has coordinates in row-major order.
+The devices of a stage form a mesh of small axes, one per prime factor of $G$, largest factor first (8 devices: 2×2×2;
+12: 3×2×2). A level takes a run of consecutive axes, so that any two strategies of one stage live on the same mesh and a
+layout change between them is a redistribution on it. Rank $r$ has coordinates in row-major order.
 
 Source: Miao et al. 2022 (arXiv 2211.13878), section 3.2 (decision tree); Korthikanti et al. 2022 for selective remat.
 """
@@ -42,7 +42,7 @@ from steelyard.plan.dimensions.dimension import (
 
 
 class Remat(StrEnum):
-    """Which activations of a layer are recomputed in the backward pass instead of being kept."""
+    """Activations of a layer that the backward pass recomputes instead of keeping them."""
 
     NONE = "none"
     SELECTIVE = "selective"
@@ -51,38 +51,37 @@ class Remat(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """How one layer is parallelised inside its stage; valid from birth.
+    """Parallelisation of one layer inside its stage; valid once constructed.
 
-    ``levels`` outermost first; ``modes`` are key and value of those that are not the default, in the order of the
-    registry (`Strategy.of` takes them by name).
-    Raises `InvalidPlanError` naming the field when the parts contradict each other.
+    ``levels`` are outermost first; ``modes`` are key and value of non-default modes, in the order of the registry
+    (`Strategy.of` takes them by name). Raises `InvalidPlanError` naming the field if the parts contradict each other.
     """
 
     levels: Levels = ()
     remat: Remat = Remat.NONE
     modes: tuple[tuple[str, Value], ...] = ()
     dimensions: tuple[Dimension, ...] = field(init=False, repr=False, compare=False)
-    """The dimensions that it uses: those of its levels, and those that take ranks of other levels."""
+    """Dimensions in use: those of the levels, and those that use ranks of other levels."""
     num_devices: int = field(init=False, repr=False, compare=False)
-    """Devices of a stage that this strategy spans."""
+    """Number of devices that the strategy spans."""
     tensor_degree: int = field(init=False, repr=False, compare=False)
-    """Ways in which the layer's matrices are divided."""
+    """Number of ranks that divide the layer's matrices."""
     sample_degree: int = field(init=False, repr=False, compare=False)
-    """Ways in which the samples of a microbatch are divided."""
+    """Number of ranks that divide the samples of a microbatch."""
     token_degree: int = field(init=False, repr=False, compare=False)
-    """Ways in which the tokens of every sample are divided throughout the layer."""
+    """Number of ranks that divide the tokens of every sample throughout the layer."""
     expert_degree: int = field(init=False, repr=False, compare=False)
-    """Ways in which routed experts are divided over data ranks."""
+    """Number of data ranks that divide routed experts."""
     state_shards: int = field(init=False, repr=False, compare=False)
-    """Ways in which parameters, gradients and optimizer states are sharded, beyond what divides the layer."""
+    """Number of shards of parameters, gradients and optimizer states, in addition to the division of the layer."""
     replicas: int = field(init=False, repr=False, compare=False)
-    """Data ranks that hold the same shard."""
+    """Number of data ranks that hold the same shard."""
     shape: Mapping[str, int] = field(init=False, repr=False, compare=False)
-    """The degrees, by name, that change the layer's shape on a rank: under these it is traced and measured."""
+    """Degrees, by name, that change the layer's shape on a rank; the layer is traced and measured under these."""
     hidden: "HiddenPlacement" = field(init=False, repr=False, compare=False)
-    """How the layer's input and output activations lie on the stage mesh; equal placements switch at no cost."""
+    """Placement of the layer's input and output activations on the stage mesh; equal placements need no resharding."""
     keeps_gathered: bool = field(init=False, repr=False, compare=False)
-    """Whether all parameters stay between forward and backward: not sharded, or gathered once (ZeRO-2)."""
+    """Whether all parameters stay whole between forward and backward: not sharded, or gathered once (ZeRO-2)."""
     keeps_whole: bool = field(init=False, repr=False, compare=False)
     """Whether shards stay gathered throughout a step, and gradients whole until they are reduced once (ZeRO-1)."""
     _hash: int = field(init=False, repr=False, compare=False)
@@ -91,7 +90,7 @@ class Strategy:
         return self._hash
 
     def __reduce__(self) -> tuple[Callable[..., "Strategy"], tuple[object, ...]]:
-        return _strategy, (self.levels, self.remat, self.modes)  # hashes of text differ between processes
+        return _strategy, (self.levels, self.remat, self.modes)  # hashes of strings differ between processes
 
     def __post_init__(self) -> None:
         self._derive()
@@ -122,7 +121,7 @@ class Strategy:
 
     @classmethod
     def of(cls, levels: Levels = (), remat: Remat = Remat.NONE, **chosen: Value) -> "Strategy":
-        """The strategy with modes by name, defaults among them; raises `InvalidPlanError` for an unknown one."""
+        """Build the strategy from modes by name, defaults included. Raise `InvalidPlanError` for an unknown one."""
         known = modes()
         for key, value in chosen.items():
             texts = known[key][1].texts if key in known else None
@@ -138,7 +137,7 @@ class Strategy:
         return _strategy(levels, remat, kept)
 
     def _derive(self) -> None:
-        """Fills in what follows from levels and modes: a search asks each strategy for it thousands of times."""
+        """Derive the fields that follow from levels and modes; a search reads them thousands of times per strategy."""
         chosen = {key for key, _ in self.modes}
         levels = self.levels
         beside = tuple(
@@ -171,7 +170,7 @@ class Strategy:
 
     @property
     def parallel(self) -> str:
-        """The levels as text, ``fsdp4-tp2``, or ``single``."""
+        """Levels as text, ``fsdp4-tp2``, or ``single``."""
         return "-".join(str(level) for level in self.levels) or "single"
 
     def __str__(self) -> str:
@@ -182,26 +181,28 @@ class Strategy:
         return text if self.remat is Remat.NONE else f"{text} remat={self.remat}"
 
     def mode(self, key: str) -> Value:
-        """The value of a mode, its default where the strategy says nothing; raises `KeyError` for an unknown one."""
+        """Return the value of a mode, by default the mode's default. Raise `KeyError` for an unknown mode."""
         for name, value in self.modes:
             if name == key:
                 return value
         return modes()[key][1].default
 
     def without_remat(self) -> "Strategy":
-        """The strategy with everything kept for the backward pass."""
+        """Return the strategy without recomputation."""
         return Strategy(levels=self.levels, modes=self.modes)
 
     def with_whole_experts(self) -> "Strategy":
-        """The strategy of a layer without experts beside it: nothing divided that takes ranks of other levels."""
+        """Return the strategy for a neighbouring layer without experts: no modes of dimensions without own ranks."""
         known = modes()
         own = tuple((key, value) for key, value in self.modes if known[key][0].is_level)
         return Strategy(levels=self.levels, remat=self.remat, modes=own)
 
     def with_whole_tensors(self) -> "Strategy":
-        """The strategy of a layer beside it that cannot be divided so: ranks that divide tensors take samples.
+        """Return the strategy for a neighbouring layer that cannot use tp: ranks that divide tensors divide samples
+        instead.
 
-        They shard where others do, and where no others take samples.
+        They widen a sharding level, or else another level that divides samples; without either they form a sharding
+        level.
         """
         if self.tensor_degree == 1:
             return self
@@ -221,49 +222,49 @@ class Strategy:
         return Strategy.of(tuple(levels), self.remat, **own)
 
     def level(self, dimension: Dimension) -> Level | None:
-        """The level of a dimension, None where it is not used."""
+        """Return the level of a dimension, None if the dimension is not used."""
         for level in self.levels:
             if level.dimension is dimension:
                 return level
         return None
 
     def degree(self, dimension: Dimension) -> int:
-        """The degree of a dimension's level; 1 where it is not used."""
+        """Return the degree of a dimension's level; 1 if the dimension is not used."""
         level = self.level(dimension)
         return 1 if level is None else level.degree
 
     @property
     def head_degree(self) -> int:
-        """Ways in which the heads of attention are divided."""
+        """Number of ranks that divide the heads of attention."""
         return math.prod(dimension.head_degree(self) for dimension in self.dimensions)
 
     @property
     def sequence_degree(self) -> int:
-        """Ways in which the sequence of the hidden state between layers is divided."""
+        """Number of ranks that divide the sequence of the hidden state between layers."""
         return self.hidden.sequence_degree
 
     @property
     def data_degree(self) -> int:
-        """Ranks with different samples or tokens, over which gradients are summed."""
+        """Number of ranks with different samples or tokens, over which gradients are summed."""
         return degree_of(data_levels(self.levels))
 
     @property
     def expert_state_shards(self) -> int:
-        """Ways in which the states of a rank's routed experts are sharded: what expert parallelism leaves of them."""
+        """Number of shards of the states of a rank's routed experts, over the ranks outside expert parallelism."""
         return max(1, self.state_shards // self.expert_degree)
 
     @property
     def expert_replicas(self) -> int:
-        """Data ranks that hold the same shard of routed experts."""
+        """Number of data ranks that hold the same shard of routed experts."""
         return self.data_degree // (self.expert_degree * self.expert_state_shards)
 
     def _divided(self, what: Divides) -> int:
         return degree_of(tuple(level for level in self.levels if level.dimension.divides is what))
 
     def axes_of(self, *dimensions: Dimension) -> tuple[int, ...]:
-        """Indices into `mesh_axes` of the axes that these dimensions use, outermost first.
+        """Return the indices into `mesh_axes` of the axes that these dimensions use, outermost first.
 
-        Raises `InvalidPlanError` if a level boundary falls inside an axis of the stage mesh.
+        Raise `InvalidPlanError` if a level boundary falls inside an axis of the stage mesh.
         """
         sizes = mesh_axes(self.num_devices)
         found: list[int] = []
@@ -289,29 +290,29 @@ class Strategy:
 
     @property
     def sample_axes(self) -> tuple[int, ...]:
-        """The axes of the stage mesh over which samples are divided."""
+        """Axes of the stage mesh that divide samples."""
         return self._axes([level for level in self.levels if level.dimension.divides is Divides.SAMPLES])
 
     @property
     def data_axes(self) -> tuple[int, ...]:
-        """The axes of the stage mesh over which gradients are summed."""
+        """Axes of the stage mesh over which gradients are summed."""
         return self._axes(data_levels(self.levels))
 
     @property
     def shard_axes(self) -> tuple[int, ...]:
-        """The axes over which states are sharded."""
+        """Axes over which states are sharded."""
         return self._axes(shard_levels(self.levels))
 
     @property
     def replica_axes(self) -> tuple[int, ...]:
-        """The axes over which a layer's shards are replicated."""
+        """Axes over which a layer's shards are replicated."""
         return self._axes(replica_levels(self.levels))
 
     @property
     def expert_axes(self) -> tuple[int, ...]:
-        """The axes over which routed experts are divided: the innermost of `data_axes`, none where they are whole.
+        """Axes that divide routed experts: the innermost of `data_axes`, none if experts are not divided.
 
-        Raises `InvalidPlanError` if the degree is not a run of them.
+        Raises `InvalidPlanError` if the degree does not cover whole axes.
         """
         sizes, degree, axes = mesh_axes(self.num_devices), self.expert_degree, self.data_axes
         place = len(axes)
@@ -328,14 +329,14 @@ class Strategy:
 
     @property
     def expert_state_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The axes over which experts' states are replicated and sharded: what expert parallelism leaves of them."""
+        """Axes that replicate and axes that shard the states of experts, without the axes of expert parallelism."""
         taken = set(self.expert_axes)
         replicas = tuple(axis for axis in self.replica_axes if axis not in taken)
         return replicas, tuple(axis for axis in self.shard_axes if axis not in taken)
 
     @property
     def is_aligned(self) -> bool:
-        """Whether every level is a run of whole axes of the stage mesh, which the runtime needs."""
+        """Whether every level is a run of whole axes of the stage mesh, as the runtime requires."""
         return _is_aligned(self)
 
 
@@ -347,7 +348,7 @@ def _strategy(levels: Levels, remat: Remat, chosen: tuple[tuple[str, Value], ...
 @lru_cache(maxsize=65536)
 def _is_aligned(strategy: Strategy) -> bool:
     try:
-        _ = strategy.expert_axes  # raises where a level, or the degree of experts, is none of whole axes
+        _ = strategy.expert_axes  # raises if a level, or the degree of experts, does not cover whole axes
     except InvalidPlanError:
         return False
     return True
@@ -355,13 +356,13 @@ def _is_aligned(strategy: Strategy) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenPlacement:
-    """Placement of the hidden state over a stage, outermost first: how it lies there and over how many ranks."""
+    """Placement of the hidden state over a stage, outermost first: kind of placement and number of ranks."""
 
     axes: tuple[tuple[Placed, int], ...]
 
     @classmethod
     def of(cls, axes: Iterable[tuple[Placed, int]]) -> "HiddenPlacement":
-        """The placement with neighbouring axes of one placement drawn together."""
+        """Build a placement, merging neighbouring axes of one kind."""
         merged: list[tuple[Placed, int]] = []
         for placed, degree in (each for each in axes if each[1] > 1):
             outside = merged.pop()[1] if merged and merged[-1][0] is placed else 1
@@ -370,21 +371,21 @@ class HiddenPlacement:
 
     @property
     def sequence_degree(self) -> int:
-        """Ways in which the sequence of a sample is divided."""
+        """Number of ranks that divide the sequence of a sample."""
         return math.prod(degree for placed, degree in self.axes if placed in (Placed.SEQUENCE, Placed.HEAD_TAIL))
 
     @property
     def head_tail_degree(self) -> int:
-        """Ranks over which tokens are divided in head-tail order."""
+        """Number of ranks that divide tokens in head-tail order."""
         return math.prod(degree for placed, degree in self.axes if placed is Placed.HEAD_TAIL)
 
     @property
     def copies(self) -> int:
-        """Ranks that hold the same part of the hidden state."""
+        """Number of ranks that hold the same part of the hidden state."""
         return math.prod(degree for placed, degree in self.axes if placed is Placed.WHOLE)
 
     def placements(self, sizes: tuple[int, ...]) -> str:
-        """The placement on each axis of a stage mesh of these sizes, outermost first, a letter for each."""
+        """Return the placement on each axis of a stage mesh of these sizes, outermost first, one letter per axis."""
         letters: list[str] = []
         for placed, degree in self.axes:
             product = 1
@@ -395,9 +396,9 @@ class HiddenPlacement:
 
 
 def shape_strategies(degree: int) -> Iterator[Strategy]:
-    """The strategies of one level of this degree that change the shape of a layer, with all modes of its dimension.
+    """Yield the one-level strategies of this degree that change the shape of a layer, with all modes of the dimension.
 
-    One for each shape that a layer can have on a rank: under these it is traced and measured.
+    There is one for each shape that a layer can have on a rank; layers are traced and measured under them.
     """
     if degree == 1:
         yield Strategy()
@@ -412,7 +413,7 @@ def shape_strategies(degree: int) -> Iterator[Strategy]:
 
 
 def mesh_axes(num_devices: int) -> tuple[int, ...]:
-    """Sizes of the axes of a stage mesh: the prime factors of ``num_devices``, largest first; () for one device."""
+    """Return the axis sizes of a stage mesh: the prime factors of ``num_devices``, largest first; () for one device."""
     factors: list[int] = []
     rest, candidate = num_devices, 2
     while candidate * candidate <= rest:
@@ -426,7 +427,7 @@ def mesh_axes(num_devices: int) -> tuple[int, ...]:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """The whole numbers that divide ``number``, rising."""
+    """Return the divisors of ``number`` in rising order."""
     low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return tuple(low + [number // each for each in reversed(low) if each * each < number])
 
@@ -436,7 +437,7 @@ _LEVEL = re.compile(r"([a-z]+)([0-9]{1,9})")
 
 @lru_cache(maxsize=4096)
 def parse_parallel(text: str) -> Levels:
-    """The levels written as in `Strategy.parallel`; raises `InvalidPlanError` for an unknown dimension or form."""
+    """Parse levels written as in `Strategy.parallel`. Raise `InvalidPlanError` for an unknown dimension or form."""
     if text == "single":
         return ()
     by_name = {dimension.name: dimension for dimension in level_dimensions()}
@@ -456,7 +457,7 @@ def parse_parallel(text: str) -> Levels:
 
 
 def parse_strategy(text: str) -> Strategy:
-    """The strategy that prints as ``text``, for example ``fsdp4-tp2+sp remat=full``; raises `InvalidPlanError`."""
+    """Parse the text of a strategy, such as ``fsdp4-tp2+sp remat=full``. Raise `InvalidPlanError` if it is invalid."""
     head, *flags = text.split() or [""]
     parallel, *suffixes = head.split("+")
     chosen: dict[str, Value] = {}
@@ -475,7 +476,7 @@ def parse_strategy(text: str) -> Strategy:
 
 
 def _parse_flag(flag: str) -> tuple[str, Value]:
-    """Key and value of the mode that is written so."""
+    """Return key and value of the mode with this text."""
     known = {text: (key, value) for key, (_, each) in modes().items() for value, text in each.texts.items() if text}
     if flag not in known:
         texts = [next(text for text in each.texts.values() if text) for _, each in modes().values()]

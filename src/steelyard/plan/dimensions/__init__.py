@@ -1,8 +1,7 @@
 """The parallelism dimensions, one file each.
 
-To add one: its file here, its twin in `steelyard.modules.dimensions`, and a line below.
-
-The order is that in which modes are written behind the levels of a strategy.
+To add one, write its file here and its implementation in `steelyard.modules.dimensions`, and add a line below. Modes
+are written after the levels of a strategy in this order.
 """
 
 import copyreg
@@ -16,24 +15,24 @@ from steelyard.plan.dimensions.fsdp import FSDP
 from steelyard.plan.dimensions.tp import TP
 
 DIMENSIONS: dict[str, Dimension] = {dimension.name: dimension for dimension in (DP, FSDP, TP, CP, EP)}
-"""By name. A test may add one of its own."""
+"""Dimensions by name. A test may add one."""
 copyreg.pickle(
     Dimension, lambda dimension: (dimension_named, (dimension.name,))
-)  # each is one value, also in other processes and copies
+)  # each stays one object, also in other processes and copies
 
 
 def dimension_named(name: str) -> Dimension:
-    """The dimension of a name; raises `KeyError` for an unknown one."""
+    """Return the dimension with this name. Raise `KeyError` if it is unknown."""
     return DIMENSIONS[name]
 
 
 def level_dimensions() -> tuple[Dimension, ...]:
-    """The dimensions that a level may have."""
+    """Return the dimensions that a level may have."""
     return tuple(dimension for dimension in DIMENSIONS.values() if dimension.is_level)
 
 
 def modes() -> dict[str, tuple[Dimension, Mode]]:
-    """Every mode by its key, with the dimension that it comes with."""
+    """Return every mode by its key, with its dimension."""
     return _modes_of(tuple(DIMENSIONS.values()))
 
 

@@ -1,10 +1,10 @@
 """Context parallelism: each rank has a part of every sequence, and attends to the keys and values of all of it.
 
-The parts are cut in head-tail order: of 2c equal pieces rank r takes the r-th and the r-th from the end, so that the
-work of causal attention is equal. Everything but attention works on a rank's own tokens. Attention either gathers keys
-and values (forward, and again backward, where their gradients are reduced and scattered), or exchanges sequence for
-heads before and behind it (Ulysses). Parameters are those of data parallelism: their gradients are summed over the
-ranks, or sharded together with an fsdp level.
+The parts are cut in head-tail order: of 2c equal pieces rank r takes the r-th and the r-th from the end, so that all
+ranks have equal work in causal attention. Everything except attention works on a rank's own tokens. Attention either
+gathers keys and values (forward, and again backward, where their gradients are reduced and scattered), or exchanges
+sequence for heads before and after it (Ulysses). Parameters are treated as in data parallelism: their gradients are
+summed over the ranks, or sharded together with an fsdp level.
 
 Source: Llama 3 (Grattafiori et al. 2024, section 3.3.2) for gathering keys and values in head-tail order; Jacobs et al.
 2023 (DeepSpeed-Ulysses, arXiv 2309.14509).
@@ -37,7 +37,7 @@ from steelyard.plan.dimensions.dimension import (
 METHOD = Mode(
     key="cp_method", texts={"gather": "", "ulysses": "+ulysses"}, pin={"gather": "gather", "ulysses": "ulysses"}
 )
-"""How attention sees the whole sequence."""
+"""Method by which attention reads the whole sequence."""
 
 
 def _contradiction(levels: Levels, _modes: Mapping[str, Value]) -> Contradiction | None:
@@ -68,7 +68,7 @@ def _illegal(layer_type: LayerType, strategy: StrategyView, batch: Batch) -> str
 
 
 def _undivided_heads(layer_type: LayerType, strategy: StrategyView) -> str | None:
-    """Why ulysses cannot exchange the heads of a layer, or None where it can."""
+    """Return why ulysses cannot exchange the heads of a layer, or None if it can."""
     if strategy.mode("cp_method") == "ulysses" and layer_type.role is LayerRole.BLOCK:
         for name, size in layer_type.tp_divides:
             if name in (QUERY_HEADS, KV_HEADS) and size % strategy.head_degree:
@@ -87,7 +87,7 @@ def _serves(chain: ModelChain) -> str:
 
 
 def _not_worth_for(strategy: StrategyView, _devices_per_node: int | None, layers: tuple[LayerType, ...]) -> str:
-    """Layers without attention are the same under both methods, so ulysses is of use only to blocks."""
+    """Return why ulysses is useless: it divides the heads of no block, and layers without attention do not need it."""
     reasons = [_undivided_heads(layer_type, strategy) for layer_type in layers if layer_type.role is LayerRole.BLOCK]
     return next((each for each in reasons if each), "") if all(reasons) else ""
 
@@ -105,13 +105,14 @@ def _traffic(load: Load) -> Iterator[Traffic]:
 
 
 def _working(load: Load) -> Working:
-    """Gathered keys and values, with what they are sorted from; of ulysses the same tensors on both sides.
+    """Return the bytes of gathered keys and values with their unsorted form; for ulysses, of both layouts of its
+    tensors.
 
-    Gathering holds keys and values twice; backward holds them beside their gradients and what one piece of the sequence
-    adds to these. Selective remat keeps what attention returns, as it does of a layer that is not divided.
+    Gathering holds keys and values twice; the backward pass also holds their gradients with the contribution of one
+    piece of the sequence. Selective remat keeps the results of attention, as in an undivided layer.
 
-    Ulysses keeps results in both layouts; computed again, they are there before the backward pass. Selective remat
-    keeps what all-to-alls return.
+    Ulysses keeps results in both layouts; if recomputed, they exist before the backward pass. Selective remat keeps the
+    results of all-to-alls.
     """
     own_keys = load.key_value_bytes / load.strategy.degree(CP)
     query = (load.attention_bytes - own_keys) / 2

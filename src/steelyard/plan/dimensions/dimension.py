@@ -1,11 +1,11 @@
-"""What a parallelism dimension is: one value that answers whatever is asked of it, without torch.
+"""The interface of a parallelism dimension: one value with all of its properties, without torch.
 
-A dimension divides the devices of a stage, one level of the decision tree for each dimension that a layer uses. All
-that is particular to it stands in the file of its name in this package, as one `Dimension`; search, costs, legality,
-pins, reports and exports ask the values in `steelyard.plan.dimensions.DIMENSIONS` and name none of them. What makes a
-real layer so is the dimension's twin, the file of the same name in `steelyard.modules.dimensions`.
+A dimension divides the devices of a stage, one level of the decision tree for each dimension that a layer uses. The
+file of its name in this package has everything specific to it, as one `Dimension`; search, costs, legality, pins,
+reports and exports ask the values in `steelyard.plan.dimensions.DIMENSIONS` and name none of them. The file of the same
+name in `steelyard.modules.dimensions` is its implementation, which parallelises a real layer.
 
-The functions at the end answer for several dimensions: those that divide data need samples that divide, and sum their
+The functions at the end serve several dimensions: those that divide data need samples that divide, and sum their
 gradients over the ranks.
 """
 
@@ -26,52 +26,52 @@ Value = bool | int | str
 
 
 class Divides(Enum):
-    """What the ranks of a level hold different parts of."""
+    """Part of the work or state that the ranks of a level divide."""
 
     SAMPLES = auto()
     TOKENS = auto()
-    """The sequence of every sample, between layers and inside them."""
+    """Sequence of every sample, between layers and inside them."""
     TENSORS = auto()
-    """The layer's matrices, and so its work."""
+    """Matrices of the layer, and so its work."""
     EXPERTS = auto()
-    """The routed experts of a layer, over ranks that other levels use for its samples and tokens."""
+    """Routed experts of a layer, over ranks that other levels use for its samples and tokens."""
 
 
 class States(Enum):
-    """What becomes of a layer's parameters, gradients and optimizer states over the ranks of a level."""
+    """Treatment of a layer's parameters, gradients and optimizer states over the ranks of a level."""
 
     REPLICATED = auto()
     SHARDED = auto()
     FOLLOWING = auto()
-    """Sharded together with a level that shards, else replicated."""
+    """Sharded together with a level that shards, otherwise replicated."""
     DIVIDED = auto()
-    """Each rank has parameters of its own: those of its part of the layer."""
+    """Parameters of its own part of the layer on each rank."""
 
 
 class Placed(StrEnum):
-    """How the hidden state lies over the ranks of a level, between two layers: a letter for each axis of the mesh."""
+    """Placement of the hidden state over the ranks of a level between two layers: a letter per axis of the mesh."""
 
     BATCH = "B"
     SEQUENCE = "S"
     """Neighbouring tokens on each rank."""
     HEAD_TAIL = "C"
-    """A piece from the head of the sequence and one from its tail on each rank."""
+    """Two pieces of the sequence on each rank, one from its head and one from its tail."""
     WHOLE = "R"
 
 
 Phase = Literal["forward", "backward", "recomputation", "step"]
-"""Of a microbatch: forward, backward, and what remat repeats. ``step``: once, when all microbatches are done."""
+"""Phases of a microbatch: forward, backward, and the recomputation of remat. ``step``: once, after all microbatches."""
 Over = Literal["level", "shards", "replicas", "experts", "expert shards", "expert replicas"]
-"""The ranks of the dimension's level, those that share or repeat the layer's states, those that divide its routed
-experts, and those that share or repeat the states of a rank's experts."""
+"""Ranks that take part: those of the dimension's level, those that share or repeat the layer's states, those that
+divide its routed experts, and those that share or repeat the states of a rank's experts."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
 
 class Traffic(NamedTuple):
-    """Collectives that a dimension asks for in one phase, all alike.
+    """Identical collectives that a dimension needs in one phase.
 
-    ``tensor_bytes`` is the size of the whole tensor that is gathered or reduced (of an all-to-all, of one rank's part),
-    summed over the ``num_calls`` calls. ``over`` says which ranks take part.
+    ``tensor_bytes`` is the size of the whole tensor that is gathered or reduced (for an all-to-all, of one rank's
+    part), summed over the ``num_calls`` calls. ``over`` names the participating ranks.
     """
 
     phase: Phase
@@ -80,47 +80,47 @@ class Traffic(NamedTuple):
     num_calls: int = 1
     over: Over = "level"
     beside_compute: bool = False
-    """Whether it can run while the layer computes."""
+    """Whether they can overlap with the layer's computation."""
     num_waits: int = 0
-    """How often the host must read what came of them before it can launch on."""
+    """Number of times the host must read results before it can launch further work."""
 
 
 class Load(NamedTuple):
-    """What a layer under a strategy gives its collectives to carry, on one rank and for one microbatch.
+    """Data that the collectives of a layer under a strategy carry, on one rank and for one microbatch.
 
-    What grows with the samples may be of several microbatch sizes at once.
+    Quantities that grow with the samples may cover several microbatch sizes at once.
     """
 
     strategy: "StrategyView"
     parameter_bytes: float
-    """Of all parameters that are gathered of shards, as they compute."""
+    """Bytes of all parameters that are gathered from shards, in compute precision."""
     gradient_bytes: float
-    """Of their gradients, as they are reduced."""
+    """Bytes of their gradients, as they are reduced."""
     traced: Mapping[Phase, tuple[tuple[Collective, int, Amount], ...]]
-    """Collectives that the trace of the layer found: collective, number of calls, bytes of all of them."""
+    """Collectives that the trace of the layer found: collective, number of calls, total bytes."""
     exchanging: tuple[Phase, ...]
-    """The phases in which tokens are exchanged or gathered: full remat repeats those of the forward pass, selective
-    none."""
+    """Phases with exchanges or gathers of tokens: full remat repeats those of the forward pass, selective none."""
     key_value_bytes: Amount = 0.0
-    """Keys and values of the whole sequences of the rank's samples."""
+    """Bytes of keys and values of the whole sequences of the rank's samples."""
     attention_bytes: Amount = 0.0
-    """Queries, keys, values and results of the rank's part of the sequences."""
+    """Bytes of queries, keys, values and results of the rank's part of the sequences."""
     expert_parameter_bytes: float = 0.0
-    """Of the routed experts that a rank holds where ranks divide them; they are no part of ``parameter_bytes`` then."""
+    """Bytes of a rank's routed experts if ranks divide them; ``parameter_bytes`` then excludes them."""
     expert_gradient_bytes: float = 0.0
     exchanged: Mapping[Phase, tuple[tuple[Collective, int, Amount], ...]] = MappingProxyType({})
-    """Collectives by which divided experts get their tokens, as ``traced``, on the rank that gets most."""
+    """Collectives that exchange tokens of divided experts, in the form of ``traced``, on the busiest rank."""
     part_sent: float = 1.0
-    """Of these bytes, what is sent where a token goes once to each place that has experts of it, or to all."""
+    """Bytes sent relative to one copy of a token per selected expert: not 1 if it goes once to each place, or to
+    all."""
     gathers_once: bool = False
-    """Whether parameters are gathered once a step, whatever the number of microbatches."""
+    """Whether parameters are gathered once a step, regardless of the number of microbatches."""
     sends_to_all: bool = False
     """Whether tokens are gathered on all ranks that divide the experts, and the results reduced over them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Working:
-    """Bytes on a rank that a dimension adds to those of a layer as it was traced, for one microbatch.
+    """Bytes on a rank that a dimension adds to those of the traced layer, for one microbatch.
 
     ``saved`` from the forward to the backward pass; ``forward`` and ``backward`` while the layer works there.
     """
@@ -145,7 +145,7 @@ Levels = tuple[Level, ...]
 
 
 class StrategyView(Divided, Protocol):
-    """What dimensions read of a strategy (`steelyard.plan.strategy.Strategy`, which is made of dimensions)."""
+    """The part of a `steelyard.plan.strategy.Strategy` that dimensions read; a strategy consists of dimensions."""
 
     @property
     def levels(self) -> Levels: ...
@@ -170,7 +170,7 @@ class StrategyView(Divided, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What a strategy divides beside the layer: samples of a microbatch over all ranks of a stage, tokens of each."""
+    """Sizes that a strategy divides besides the layer: samples of a microbatch over a stage, and tokens of each."""
 
     microbatch_samples: int
     seq_len: int
@@ -178,7 +178,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contradiction:
-    """Why the parts of a strategy do not go together, whatever layer it is for."""
+    """Reason why the parts of a strategy contradict each other, for any layer."""
 
     field: str
     expected: str
@@ -187,95 +187,94 @@ class Contradiction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """A choice that comes with a dimension. ``texts`` has the values with how each is written behind the levels.
+    """A choice that comes with a dimension. ``texts`` maps each value to its text after the levels.
 
-    The first value is the default and is written as nothing. A text that begins with + stands directly behind the
-    levels (``tp4+sp``), another one apart (``fsdp8 zero2``). ``pin`` has the values as a pin writes them.
+    The first value is the default, with an empty text. A text that begins with + is attached to the levels
+    (``tp4+sp``), another one is separate (``fsdp8 zero2``). ``pin`` maps the words of a pin to the values.
     """
 
     key: str
     texts: Mapping[Value, str]
     pin: Mapping[str, Value]
     offered: Callable[[Levels], tuple[Value, ...]] | None = None
-    """The values that levels leave to choose from, where these are not all."""
+    """Values that are possible with given levels, if these are not all."""
     of_papers: tuple[Value, ...] | None = None
-    """The values that the decision tree of Galvatron has, where these are not all."""
+    """Values in the decision tree of Galvatron, if these are not all."""
 
     def written(self, dimension: "Dimension", value: Value) -> str:
-        """A value in words, ``zero 2`` or ``tp without sp``."""
+        """Return a value in words, ``zero 2`` or ``tp without sp``."""
         if isinstance(value, bool):
             return f"{dimension} {'with' if value else 'without'} {self.key}"
         return f"{self.key} {value}"
 
     def choices(self, levels: Levels) -> tuple[Value, ...]:
-        """The values that may be chosen with these levels."""
+        """Return the values that may be chosen with these levels."""
         return tuple(self.texts) if self.offered is None else self.offered(levels)
 
     @property
     def default(self) -> Value:
-        """The value of strategies that say nothing."""
+        """Value of strategies that do not set the mode."""
         return next(iter(self.texts))
 
 
 def needs_nothing(_load: Load) -> Working:
-    """For dimensions whose memory the trace of the layer shows, and those that need none."""
+    """Return no additional bytes, for dimensions whose memory is in the trace of the layer, or that need none."""
     return Working()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dimension:
-    """A parallelism dimension: each field answers a question about it."""
+    """A parallelism dimension: each field is one of its properties."""
 
     name: str
     title: str
-    """The long name, ``tensor parallelism``."""
+    """Long name, ``tensor parallelism``."""
     divides: Divides
-    """What each rank holds a part of."""
+    """Part of the work or state that the ranks divide."""
     states: States
-    """What becomes of parameters, gradients and optimizer states."""
+    """Treatment of parameters, gradients and optimizer states."""
     illegal: Callable[[LayerType, "StrategyView", Batch], str | None]
-    """Why a layer of a type cannot be divided so under a strategy that uses this dimension, or None where it can."""
+    """Reason why a strategy with this dimension cannot divide a layer of a type, or None if it can."""
     traffic: Callable[[Load], Iterator[Traffic]]
-    """What is sent, in which phase of a step."""
+    """Collectives in each phase of a step."""
     placement: Callable[["StrategyView"], Placed]
-    """Where the hidden state between two layers lies."""
+    """Placement of the hidden state between two layers."""
     words: Callable[["StrategyView"], str]
-    """What the ranks do, ``samples over 8 ranks, a copy of the parameters on each``."""
+    """Work of the ranks in words, ``samples over 8 ranks, a copy of the parameters on each``."""
     term: str
-    """What its seconds in a prediction are spent on, in words."""
+    """Use of its seconds in a prediction, in words."""
     hue: str
-    """The colour of these seconds in a report, of those in `steelyard.report.html.palette`."""
+    """Colour of these seconds in a report, from `steelyard.report.html.palette`."""
     working: Callable[[Load], Working] = needs_nothing
-    """What its collectives keep and need while a layer works."""
+    """Bytes that its collectives keep and need while a layer works."""
     modes: tuple[Mode, ...] = ()
-    """What else may be chosen with it."""
+    """Further choices that come with it."""
     contradiction: Callable[[Levels, Mapping[str, Value]], Contradiction | None] = lambda _levels, _modes: None
-    """Why it may not stand beside or inside the other levels; None where it may."""
+    """Reason why it may not stand alongside or inside the other levels; None if it may."""
     not_worth: Callable[[Levels, int | None], str] = lambda _levels, _devices_per_node: ""
-    """Given levels and devices of a node: why such levels are not searched unless a pin asks for them; empty where they
-    are."""
+    """Reason why such levels, on nodes of this size, are not searched unless a pin asks for them; empty if they are."""
     not_worth_for: Callable[["StrategyView", int | None, tuple[LayerType, ...]], str] = lambda *_: ""
-    """The same of a strategy, given the layer types that the model has."""
+    """Reason why a strategy is not searched, given also the layer types of the model; empty if it is."""
     serves: Callable[[ModelChain], str] = lambda _chain: ""
-    """Why no layer of a model could be divided so, whatever the degree; empty where one could."""
+    """Reason why no layer of a model can be divided by it, for any degree; empty if one can."""
     shape: Callable[["StrategyView"], Mapping[str, int]] = lambda _strategy: {}
     """Degrees, by name, that change the shape of a layer on a rank."""
     head_degree: Callable[["StrategyView"], int] = lambda _strategy: 1
-    """Ways in which it divides the heads of attention."""
+    """Number of ranks over which it divides the heads of attention."""
     keeps_gathered: Callable[["StrategyView"], bool] = lambda _strategy: False
-    """Whether shards that were gathered for the forward pass stay so until the backward pass."""
+    """Whether shards gathered for the forward pass stay gathered until the backward pass."""
     keeps_whole: Callable[["StrategyView"], bool] = lambda _strategy: False
-    """Whether they stay so throughout a step, and gradients are reduced when it ends."""
+    """Whether they stay gathered throughout a step, and gradients are reduced at its end."""
     stays_in_node: bool = False
-    """Whether its groups are kept inside a node, since they communicate inside every layer."""
+    """Whether its groups stay inside a node, because they communicate inside every layer."""
     is_of_papers: bool = False
     """Whether the decision tree of Galvatron has it."""
     plain_name: str = ""
-    """What its users call plans of it alone, without a pipeline; empty where they do not."""
+    """Common name of plans with this dimension alone and no pipeline; empty if there is none."""
 
     @property
     def is_level(self) -> bool:
-        """Whether it takes ranks of its own, and not those of other levels."""
+        """Whether it has its own ranks, rather than using those of other levels."""
         return self.divides is not Divides.EXPERTS
 
     @property
@@ -288,7 +287,7 @@ class Dimension:
 
 
 def indivisible_samples(_layer_type: LayerType, strategy: StrategyView, batch: Batch) -> str | None:
-    """Why the samples of a microbatch cannot be divided over the ranks; nothing is ever rounded."""
+    """Return why the samples of a microbatch cannot be divided over the ranks, or None; nothing is ever rounded."""
     if batch.microbatch_samples % strategy.sample_degree == 0:
         return None
     return (
@@ -298,7 +297,7 @@ def indivisible_samples(_layer_type: LayerType, strategy: StrategyView, batch: B
 
 
 def summed_once(load: Load) -> Iterator[Traffic]:
-    """The sum of the gradients over all ranks that hold the same states, once a step, of each rank's shard."""
+    """Yield the all-reduces of each rank's shard of gradients over all ranks with the same states, once a step."""
     shards, expert_shards = load.strategy.state_shards, load.strategy.expert_state_shards
     ranks: tuple[tuple[Over, float], ...] = (
         ("replicas", load.gradient_bytes / shards),
@@ -310,13 +309,13 @@ def summed_once(load: Load) -> Iterator[Traffic]:
 
 
 def has_following(levels: Levels) -> bool:
-    """Whether some of the levels are sharded wherever another one shards."""
+    """Return whether some of the levels are sharded whenever another one shards."""
     return any(level.dimension.states is States.FOLLOWING for level in levels)
 
 
 @lru_cache(maxsize=4096)
 def replica_levels(levels: Levels) -> Levels:
-    """The levels over which a layer's states are the same, outermost first."""
+    """Return the levels that replicate a layer's states, outermost first."""
     sharded = any(level.dimension.states is States.SHARDED for level in levels)
     return tuple(
         level
@@ -327,7 +326,7 @@ def replica_levels(levels: Levels) -> Levels:
 
 @lru_cache(maxsize=4096)
 def shard_levels(levels: Levels) -> Levels:
-    """The levels over which a layer's states are sharded, outermost first."""
+    """Return the levels that shard a layer's states, outermost first."""
     sharded = any(level.dimension.states is States.SHARDED for level in levels)
     return tuple(
         level
@@ -338,23 +337,23 @@ def shard_levels(levels: Levels) -> Levels:
 
 @lru_cache(maxsize=4096)
 def degree_of(levels: Levels) -> int:
-    """The product of the degrees."""
+    """Return the product of the degrees."""
     return prod(level.degree for level in levels)
 
 
 @lru_cache(maxsize=4096)
 def data_levels(levels: Levels) -> Levels:
-    """The levels whose ranks work on different samples or tokens, outermost first."""
+    """Return the levels whose ranks work on different samples or tokens, outermost first."""
     return tuple(level for level in levels if level.dimension.divides_data)
 
 
 def is_power_of_four_times(degree: int, nearest: int) -> bool:
-    """Whether a degree is 1, 4, 16, … times the nearest one."""
+    """Return whether a degree is 1, 4, 16, … times the nearest one."""
     times, rest = divmod(degree, nearest)
     return not rest and not times & (times - 1) and times.bit_length() % 2 == 1
 
 
 def are_neighbours(levels: Levels, some: Levels) -> bool:
-    """Whether ``some`` of the levels stand next to each other."""
+    """Return whether ``some`` of the levels are adjacent."""
     places = [levels.index(level) for level in some]
     return not places or places[-1] - places[0] == len(places) - 1

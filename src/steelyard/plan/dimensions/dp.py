@@ -1,8 +1,7 @@
-"""Data parallelism: every rank has the whole layer and samples of its own; gradients are summed once a step.
+"""Data parallelism: every rank has the whole layer and its own samples; gradients are summed once a step.
 
 Outside `fsdp` it is hybrid sharding: states are sharded over the ranks inside and replicated over those outside.
-Parameters are then gathered over near ranks only, and what crosses the far links is, once a step, the gradients of one
-shard.
+Parameters are then gathered over near ranks only, and only the gradients of one shard cross the far links, once a step.
 
 Source: Zhao et al. 2023 (PyTorch FSDP, arXiv 2304.11277), section 3.2.2, for hybrid sharding.
 """
@@ -27,7 +26,7 @@ from steelyard.plan.dimensions.dimension import (
 
 
 def _contradiction(levels: Levels, _modes: Mapping[str, Value]) -> Contradiction | None:
-    """Sharding outside replication would send whole gradients over the far links for no memory saved."""
+    """Reject sharding outside replication: it sends whole gradients over the far links and saves no memory."""
     dimensions = [level.dimension for level in levels]
     inside = shard_levels(levels[: dimensions.index(DP)])
     if not inside:
@@ -40,10 +39,10 @@ def _contradiction(levels: Levels, _modes: Mapping[str, Value]) -> Contradiction
 
 
 def _not_worth(levels: Levels, devices_per_node: int | None) -> str:
-    """Of all ways to shard in groups, those are searched whose groups take a node, or 4, 16, … of them.
+    """Return why groups of hybrid sharding are not searched; searched ones span one node, or 4, 16, … nodes.
 
-    Twice the nodes hold half the states in each and send hardly more over their links, so a group between two of these
-    gains little over the next larger one. What divides the layer stands innermost, as near as it can.
+    Twice the nodes hold half the states each and send hardly more over their links, so a group size between two of
+    these gains little over the next larger one. Levels that divide the layer are innermost, on the nearest ranks.
     """
     inside = levels[[level.dimension for level in levels].index(DP) + 1 :]
     if not shard_levels(inside) or devices_per_node is None:

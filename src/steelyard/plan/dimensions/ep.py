@@ -1,11 +1,11 @@
 """Expert parallelism: each rank has some of the routed experts of a layer, and tokens travel to them and back.
 
-It takes no ranks of its own: its groups are the innermost of those that divide the layer's samples and tokens, and all
-else of the layer is as their levels say. Over the data ranks outside the groups the experts' states are sharded or
-replicated as the levels there say. All-to-alls carry the inputs and the results of the experts that a rank's tokens
-take: forward how many there are, which the host reads before it sends on, the inputs, and the results back, backward
-the gradients of both. Full remat exchanges all again, selective remat nothing. How even the routing is, is not known
-before training: times and memory are of the rank whose experts most tokens take, for an assumed imbalance.
+It uses ranks of other levels: its groups are the innermost of those that divide the layer's samples and tokens, and the
+levels define everything else of the layer. Outside the groups, the levels shard or replicate the experts' states over
+the data ranks. All-to-alls carry the inputs and results of the experts that a rank's tokens select: forward the token
+counts, which the host reads before it sends on, the inputs, and the results back; backward the gradients of both. Full
+remat repeats all exchanges, selective remat none. The balance of the routing is not known before training: times and
+memory are those of the busiest expert rank, for an assumed imbalance.
 
 Source: Lepikhin et al. 2020 (GShard); Liu et al. 2025 (MoE parallel folding, arXiv 2504.14960).
 """
@@ -34,12 +34,12 @@ from steelyard.plan.dimensions.dimension import (
 )
 
 MOST = 1024
-"""The largest degree that can be written."""
+"""Largest degree that can be written."""
 
 
 @lru_cache(maxsize=4096)
 def _offered(levels: Levels) -> tuple[int, ...]:
-    """The degrees that divide the data ranks so that shards stay whole."""
+    """Return the degrees that divide the data ranks and keep shards whole."""
     data, shards = degree_of(data_levels(levels)), degree_of(shard_levels(levels))
     degrees = (degree for degree in range(1, min(data, MOST) + 1) if data % degree == 0)
     return tuple(degree for degree in degrees if degree % shards == 0 or shards % degree == 0)
@@ -77,8 +77,10 @@ def _serves(chain: ModelChain) -> str:
 
 
 def _not_worth_for(strategy: StrategyView, devices_per_node: int | None, layers: tuple[LayerType, ...]) -> str:
-    """Of all degrees those are searched that leave a rank the fewest experts without leaving a node, and 4, 16, … times
-    as many: within a node a larger degree sends hardly more, and each rank gathers less.
+    """Return why an expert degree is not searched.
+
+    The search covers the degree with the fewest experts per rank whose group stays inside a node, and 4, 16, … times
+    that degree: within a node a larger degree sends hardly more, and each rank gathers less.
     """
     degree, tensors = strategy.expert_degree, strategy.tensor_degree
     if not layers or degree == 1:

@@ -1,4 +1,4 @@
-"""Sharded data parallelism: samples of its own, and a part of parameters, gradients and optimizer states, on each rank.
+"""Sharded data parallelism: each rank has its own samples, and a part of parameters, gradients and optimizer states.
 
 | mode  | parameters are whole                    | gradients are whole       | gathered, reduced    |
 |-------|-----------------------------------------|---------------------------|----------------------|
@@ -6,12 +6,12 @@
 | zero2 | from the forward to the backward pass   | in the backward pass      | once, once a microbatch |
 | zero1 | from first forward to last backward     | from first backward to last | once, once a step |
 
-Optimizer states and fp32 parameters are sharded in all three, and between steps so is all else. With one microbatch
-zero1 is zero2. zero1 is what torch's pipeline stages make of layers that are not resharded after forward (torchtitan's
-default there), and accumulation within FSDP2's `set_requires_gradient_sync(False)` without a pipeline: a mode of its
-own for either would be the same.
+All three shard optimizer states and fp32 parameters, and everything else between steps. With one microbatch zero1 is
+zero2. In a pipeline, zero1 is the effect of torch's pipeline stages on layers that are not resharded after forward
+(torchtitan's default there); without one, it is accumulation within FSDP2's `set_requires_gradient_sync(False)`. A
+separate mode for either would be the same.
 
-A degree of 1 shards over the ranks of cp alone, which follow: ``fsdp1-cp8``, as torchtitan does.
+A degree of 1 shards only over the ranks of cp: ``fsdp1-cp8``, as torchtitan does.
 
 Source: Rajbhandari et al. 2020 (ZeRO); `torch.distributed.fsdp.fully_shard`.
 """
@@ -34,9 +34,10 @@ from steelyard.plan.dimensions.dimension import (
 )
 
 ZERO = Mode(key="zero", texts={3: "", 2: "zero2", 1: "zero1"}, pin={"1": 1, "2": 2, "3": 3}, of_papers=(3,))
-"""The ZeRO stage: 2 keeps parameters gathered between forward and backward, 1 from step to step's end with gradients.
+"""ZeRO stage: 2 keeps parameters gathered between forward and backward, 1 keeps parameters and gradients whole for a
+step.
 
-With one microbatch the search leaves out 1, which is 2 there.
+With one microbatch the search leaves out 1, because it equals 2.
 """
 
 
@@ -65,7 +66,8 @@ def _words(strategy: StrategyView) -> str:
 
 
 def _not_worth(levels: Levels, _devices_per_node: int | None) -> str:
-    """Beside tp some 0.3 % were found in pipelines, for half as much search again."""
+    """Skip sharding over cp alone together with tp: a gain of about 0.3 % in pipelines for half as much search
+    again."""
     is_alone = any(level.dimension is FSDP and level.degree == 1 for level in levels)
     if is_alone and any(level.dimension.divides is Divides.TENSORS for level in levels):
         return "states sharded over cp alone are searched without tp beside it"

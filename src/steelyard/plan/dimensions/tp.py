@@ -1,11 +1,11 @@
 """Tensor parallelism: each rank has a part of every matrix of the layer, and computes with it on all samples.
 
-Its collectives stand in the trace of the layer: without sequence parallelism an all-reduce behind attention and behind
-the feed-forward part, with it an all-gather before and a reduce-scatter behind. Sequence parallelism divides the hidden
-state between the matrices, too. Key-value heads fewer than the degree: every rank holds the weights of all of them and
-computes with one; the ranks sum the gradients of these weights in every backward pass. Qwen2.5-1.5B has 2 of 128
-entries, so that a block under tp 4 holds 2 · (1536 + 1) · 256 weights for keys and values on every rank, 12.29 M in all
-where a quarter is 11.70 M, and sums 1.57 MB of their gradients in bf16 for each microbatch.
+Its collectives are in the trace of the layer: without sequence parallelism an all-reduce after attention and after the
+feed-forward part, with it an all-gather before and a reduce-scatter after each. Sequence parallelism also divides the
+hidden state between the matrices. If there are fewer key-value heads than ranks, every rank holds the weights of all
+heads and computes with one; the ranks sum the gradients of these weights in every backward pass. Example: Qwen2.5-1.5B
+has 2 of 128 entries. A block under tp 4 then holds 2 · (1536 + 1) · 256 weights for keys and values on every rank,
+12.29 M in all instead of the 11.70 M of a quarter, and sums 1.57 MB of their gradients in bf16 for each microbatch.
 
 Source: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022, section 4.2, for sequence parallelism.
 """
