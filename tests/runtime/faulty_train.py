@@ -138,10 +138,10 @@ def slow_down() -> None:
     """Every step takes `WAIT_S` more in a world of fewer than $SLOW_BELOW processes."""
     train_step = ParallelModel.train_step
 
-    def slow_step(model: ParallelModel, read: Any) -> Any:
+    def slow_step(model: ParallelModel, read: Any, **options: Any) -> Any:
         if int(os.environ["WORLD_SIZE"]) < int(os.environ["SLOW_BELOW"]):
             time.sleep(WAIT_S)
-        return train_step(model, read)
+        return train_step(model, read, **options)
 
     mock.patch.object(train.ParallelModel, "train_step", slow_step).start()
 
@@ -152,11 +152,11 @@ def plant(faults: str) -> None:
     mine = {int(step): FAULTS[fault] for attempt, fault, step in planned if int(attempt) == restart_count()}
     train_step = ParallelModel.train_step
 
-    def faulty_step(model: ParallelModel, read: Any) -> Any:
+    def faulty_step(model: ParallelModel, read: Any, **options: Any) -> Any:
         step = model.num_steps + 1
         if step in mine:
             mine.pop(step)(step)
-        return train_step(model, read)
+        return train_step(model, read, **options)
 
     mock.patch.object(train.ParallelModel, "train_step", faulty_step).start()
 

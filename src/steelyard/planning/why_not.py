@@ -350,7 +350,9 @@ def pin_error(request: PlanRequest, job: Job) -> UserError:
 
 
 def _can_be_met(request: PlanRequest, job: Job, pin: Pin) -> bool:
-    layer_types = [job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer)]
+    """Return whether a strategy has the pin on all of its layers, or on some block if it names no layers."""
+    inside = range(1, job.chain.num_layers - 1) if pin.is_lax else range(job.chain.num_layers)
+    layer_types = [job.chain.layers[layer] for layer in inside if pin.covers(layer)]
     together = [[each] for each in dict.fromkeys(layer_types)] if pin.is_lax else [layer_types]
     asking = insisting(pin.text).change(request).decisions
     return any(

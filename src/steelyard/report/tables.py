@@ -79,11 +79,11 @@ def plain_table(title: str, *columns: Column | str) -> Table:
 
 def advice_cells(each: Advice) -> tuple[str, ...]:
     """A change, the least memory with it, what that saves, the step, and what the change makes of training."""
-    fits = f"{format_seconds(each.step_s)} {round(100 * each.slowdown):+4d} %"
+    short = f"{format_bytes(each.missing_bytes)} short"
     return (
         each.options or "as asked",
         "no plan" if each.least_bytes is None else format_bytes(each.least_bytes),
         format_bytes(each.saved_bytes) if each.saved_bytes > 0 else "–",
-        fits if each.fits else f"{format_bytes(each.missing_bytes)} short",
+        f"{format_seconds(each.step_s)} {round(100 * each.slowdown):+4d} %" if each.fits else short,
         each.result if each.options else "",
     )
