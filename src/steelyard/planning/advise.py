@@ -75,7 +75,10 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
 
 
 def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Iterator[str]:
-    """Yield the best changes, one per line, for when nothing fits. One of them is a value that a search may choose."""
+    """Yield the best changes, one per line, for when nothing fits.
+
+    They include a value that a search may choose, if one fits.
+    """
     is_large = request.cluster.num_devices > MOST_HINTED
     if is_large or request.is_mixed or request.seq_len is None or request.global_batch is None:
         return

@@ -129,7 +129,7 @@ def fastest_on(
             used = [names[pool.name] for pool in result.plan.pools()]
             found.append((result.plan, {name: shapes[name] for name in used}))
             searched_s = max((each.score_s for each in result.search.ranked[:1]), default=0.0)
-            known_s = min(known_s, max(searched_s, result.plan.step_s))  # the others are held against these sums
+            known_s = min(known_s, max(searched_s, result.plan.step_s))  # the other candidates must beat it
     return min(found, key=lambda each: each[0].step_s) if found else None
 
 

@@ -116,7 +116,8 @@ def plan_verdicts(plan: Plan, job: Job, decisions: Decisions) -> tuple[StrategyV
 
 
 def other_budgets(job: Job) -> tuple[Variant, ...]:
-    """Return the variants with one GiB per device more and less (a sixteenth of a small budget), and without margin."""
+    """Return the variants with one GiB per device more and less (a sixteenth of a small budget), and with the reserved
+    memory added."""
     budget = job.budget_bytes
     change = GIB if budget >= SMALL_BUDGET_BYTES else budget // 16
     found = {f"{format_bytes(change)} more": budget + change, f"{format_bytes(change)} less": budget - change}

@@ -86,7 +86,7 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
         size, pipeline = config.devices_per_stage, config.pipeline
         if size not in offered:
             offered[size] = stage_strategies(job, size, decisions)
-        if not offered[size]:  # an engine without what was decided
+        if not offered[size]:  # the engine cannot meet the decisions
             continue
         place = size, pipeline.num_microbatches
         if place not in computed_s:

@@ -195,7 +195,7 @@ def _strategy(job: Job, settings: Settings, data: int, experts: int) -> Strategy
     levels += [f"tp{settings.tp}{'+sp' if settings.sp else ''}"] if settings.tp > 1 else []
     stages = job.engine.capabilities.allowed(ZERO, is_piped=settings.pp > 1)
     is_one = len(stages) == 1 and is_sharded and not job.engine.capabilities.mixes_layers
-    zero = max(stages) if is_one else settings.zero  # all that FSDP does in this engine
+    zero = max(stages) if is_one else settings.zero  # the only ZeRO stage of this engine's FSDP
     words = ["-".join(levels) or "single"]
     words += [f"zero{zero}"] if is_sharded and zero != 3 else []
     words += [f"ep{experts}"] if experts > 1 else []
