@@ -1,4 +1,4 @@
-"""steelyard: the fastest way to train a Transformer on the GPUs at hand, and proof that it fits.
+"""steelyard: the fastest way to train a Transformer on the available GPUs, with proof that it fits.
 
 >>> plan = steelyard.find_plan("llama3-8b", "1x8xa100-80gb", global_batch=64, seq_len=4096)
 >>> trainer = steelyard.parallelize(model, plan)      # in each process that torchrun started
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __version__ = version("steelyard")
 
 for _name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
-    # of kernels that they lack, as transformers imports them
+    # no warnings about missing kernels when transformers imports them
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 __all__ = [
@@ -52,7 +52,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a public name from its module when it is first used."""
+    """Load a public name from its module on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'steelyard' has no attribute {name!r}")
     if _HOMES[name].startswith("steelyard.runtime"):
@@ -63,5 +63,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not, so that ``dir`` and ``help`` show them."""
+    """Return the public names, loaded or not, so that ``dir`` and ``help`` show them."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,6 +1,6 @@
-"""The errors that a user can meet: each names what was found, what was expected and what to do next.
+"""User errors: each says what was found, what was expected and what to do next.
 
-Every class here is a mistake in what was supplied, so the command line prints it without a traceback and exits with
+Every class here is a mistake in the user's input, so the command line prints it without a traceback and exits with
 code 2. Results that are not mistakes ("nothing fits", "time ran out") are values with a status, never exceptions.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Something that the user supplied cannot be used. ``field`` says where, in the words of the file or command."""
+    """Raised if the user's input cannot be used. ``field`` names the place in the words of the file or command."""
 
     exit_code = 2
 
@@ -22,7 +22,7 @@ class UserError(Exception):
         super().__init__(self.__str__())
 
     def parts(self) -> dict[str, str]:
-        """What the same mistake is made of again: ``InvalidPlanError(**error.parts() | {"field": "stages"})``."""
+        """Return the arguments to rebuild the error: ``InvalidPlanError(**error.parts() | {"field": "stages"})``."""
         return {name: getattr(self, name) for name in ("field", "found", "expected", "hint")}
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class UserError(Exception):
 
 
 class CombinedError(UserError):
-    """Several mistakes that do not follow from each other; its parts are those of the first."""
+    """Several independent mistakes. Its parts are those of the first one."""
 
     def __init__(self, errors: Sequence[UserError]) -> None:
         self.errors = tuple(errors)
@@ -44,7 +44,7 @@ class CombinedError(UserError):
 
 
 def all_of(*reads: Callable[[], Any]) -> list[Any]:
-    """Return what each of these returns; raises all their mistakes as one `CombinedError`, a single one as it is."""
+    """Return the results of these functions. Raises all their mistakes as one `CombinedError`, a single one as is."""
     found, wrong = [], []
     for read in reads:
         try:
@@ -61,11 +61,11 @@ class InvalidModelError(UserError):
 
 
 class InvalidClusterError(UserError):
-    """A cluster, device or link that is not known or not consistent."""
+    """A cluster, device or link that is unknown or inconsistent."""
 
 
 class InvalidProfileError(UserError):
-    """A profile file that cannot be read, or that does not hold what a prediction needs."""
+    """A profile file that cannot be read, or that is not sufficient for a prediction."""
 
 
 class InvalidPlanError(UserError):
@@ -88,24 +88,24 @@ class InvalidDataError(UserError):
 
 
 _COMPARED = 100
-"""Characters of a name: comparing takes their square."""
+"""Maximum number of characters of a name that are compared, because the time grows with their square."""
 MOST_SHOWN = 500
-"""Characters of a part of a message: what was given may be of any length."""
+"""Maximum number of characters of a part of a message, because user input may have any length."""
 
 
 def _shown(text: str) -> str:
-    """The text as any terminal can print it, without what is too long."""
+    """Return the text in characters that any terminal can print, cut off if it is too long."""
     printable = text.encode(errors="backslashreplace").decode()
     return printable if len(printable) <= MOST_SHOWN else printable[:MOST_SHOWN] + "…"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says; empty where it says nothing."""
+    """Return the first line of an error's message; empty if it has none."""
     return next(iter(str(error).strip().splitlines()), "")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint that lists the known names closest to a misspelt one, or all of them when none is close."""
+    """Return a hint that lists the known names closest to a misspelt one, or all of them if none is close."""
     names = sorted(known)
     close = difflib.get_close_matches(name[:_COMPARED], names, n=3, cutoff=0.5)
     if close:

@@ -1,9 +1,8 @@
-"""Reads the text, JSON and YAML of files that a user names, within bounds that no file of ours comes near.
+"""Reading of text, JSON and YAML files that a user names, within bounds far above the files of steelyard.
 
-A file that is too long, nested too deep or of too many parts is refused before it takes time or memory, whatever is in
-it: what stands behind a path may be a device without an end, and a few aliases of YAML can stand for billions of
-values. Everything that cannot be read raises `OSError` or `ValueError` with a reason in words, which each reader turns
-into an error of its own.
+A file that is too long, nested too deep or has too many parts is refused before it costs time or memory, because a path
+may be an endless device, and a few YAML aliases can stand for billions of values. If a file cannot be read, the reader
+raises `OSError` or `ValueError` with a reason in words, which each caller turns into its own error.
 """
 
 import json
@@ -17,23 +16,24 @@ import yaml
 from steelyard.units import KIB, MIB, format_bytes
 
 MOST_BYTES = 64 * MIB
-"""Of a JSON file: cost tables of 16 devices take 37 MiB."""
+"""Maximum size of a JSON file in bytes. Cost tables of 16 devices have 37 MiB."""
 MOST_YAML_BYTES = 64 * KIB
-"""Of a YAML file, of which people write a page; its parser takes a second for each few hundred kilobytes."""
+"""Maximum size of a YAML file in bytes. People write a page, and the parser needs a second per few hundred
+kilobytes."""
 MOST_DEPTH = 64
 MOST_CONTAINERS = 2**20
-"""Objects and lists of a file."""
+"""Maximum number of objects and lists in a file."""
 MOST_VALUES = 2**23
 MOST_KEYS = 2**18
-"""Keys of one object: the index of a model with many experts names a hundred thousand tensors."""
+"""Maximum number of keys of one object. The index of a model with many experts names a hundred thousand tensors."""
 MOST_YAML_VALUES = 2**14
-"""With what aliases stand for counted as often as they occur."""
+"""Maximum number of values of a YAML file, with aliased values counted at every occurrence."""
 
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES) -> str:
-    """The text of a file in UTF-8; raises `ValueError` where it is longer than ``most_bytes`` or no text."""
+    """Return the text of a file in UTF-8. Raises `ValueError` if it is longer than ``most_bytes`` or no text."""
     with Path(path).open("rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -42,12 +42,12 @@ def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES) -> str:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file of at most `MOST_BYTES`."""
+    """Return the value in a JSON file of at most `MOST_BYTES`."""
     return parse_json(read_text(path))
 
 
 def parse_json(text: str) -> Any:
-    """The value that a JSON text describes, whose objects have no key twice."""
+    """Return the value of a JSON text. Raises `ValueError` if an object has a key twice."""
     num_objects, num_lists, num_keys, num_others = (text.count(mark) for mark in "{[:,")
     if num_objects + num_lists > MOST_CONTAINERS or num_keys + num_others > MOST_VALUES:
         raise ValueError(f"{num_objects + num_lists + num_keys + num_others} values, more than any such file has")
@@ -59,12 +59,12 @@ def parse_json(text: str) -> Any:
         raise _too_deep() from None
     check_json(content, most_values=MOST_VALUES)
     if _HALF_CHARACTER.search(text):
-        json.dumps(content, ensure_ascii=False).encode()  # refuses what no terminal and no file can take
+        json.dumps(content, ensure_ascii=False).encode()  # refuses text that no terminal and no file can hold
     return content
 
 
 def parse_yaml(text: str) -> Any:
-    """The value that a YAML text describes, of what JSON could hold too."""
+    """Return the value of a YAML text, restricted to values that JSON can hold."""
     if len(text) > MOST_YAML_BYTES:
         raise ValueError(f"more than {format_bytes(MOST_YAML_BYTES)}, which no such file has")
     try:
@@ -79,15 +79,15 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_packaged_yaml(package: str, name: str) -> Any:
-    """What a YAML file of ours holds, by the fast parser where PyYAML was built with it."""
+    """Return the content of a packaged YAML file, read by the fast parser if PyYAML was built with it."""
     text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def check_json(content: Any, *, most_values: int) -> None:
-    """Raises `ValueError` for a value that JSON cannot hold, nested deeper than `MOST_DEPTH`, or of too many parts.
+    """Raise `ValueError` if JSON cannot hold a value, or if it is nested deeper than `MOST_DEPTH` or too large.
 
-    One that holds itself is nested without end.
+    A value that contains itself is nested infinitely deep.
     """
     level, num_values = [content], 0
     for _ in range(MOST_DEPTH):
@@ -120,7 +120,8 @@ def _check_keys(value: dict[Any, Any]) -> None:
 
 
 def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as a dict; raises ValueError for a repeated key, of which JSON would silently keep the last value."""
+    """Return the pairs as a dict. Raises ValueError for a repeated key, because JSON would silently keep the last
+    value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()

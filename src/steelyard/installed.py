@@ -1,4 +1,4 @@
-"""What of the packages that train is installed: planning a packaged model needs none of them."""
+"""Checks for the packages that training needs. Planning a packaged model needs none of them."""
 
 from importlib import metadata
 from importlib.util import find_spec
@@ -6,15 +6,16 @@ from importlib.util import find_spec
 from steelyard.errors import UserError
 
 TRAINING = ("torch", "transformers")
-"""What `steelyard[train]` brings and the planner does without."""
+"""Packages of `steelyard[train]`, which the planner does not need."""
 
 
 class NotInstalledError(UserError):
-    """Something was asked for that needs the packages of `steelyard[train]`."""
+    """Raised if a request needs the packages of `steelyard[train]` and they are not installed."""
 
 
 def require_training(purpose: str) -> None:
-    """Raises `NotInstalledError` unless the packages that train can be imported; ``purpose`` is what needs them."""
+    """Raise `NotInstalledError` unless the packages for training can be imported. ``purpose`` says why they are
+    needed."""
     missing = [name for name in TRAINING if not _is_importable(name)]
     if missing:
         raise NotInstalledError(
@@ -27,7 +28,7 @@ def require_training(purpose: str) -> None:
 
 
 def installed_version(name: str) -> str | None:
-    """The version of an installed package without its build (``2.13.0`` of ``2.13.0+cpu``); None where it is not."""
+    """Return the version of a package without its build (``2.13.0`` of ``2.13.0+cpu``); None if not installed."""
     try:
         return metadata.version(name).partition("+")[0]
     except metadata.PackageNotFoundError:
@@ -35,7 +36,7 @@ def installed_version(name: str) -> str | None:
 
 
 def is_as_made(made_with: dict[str, str]) -> bool:
-    """Whether what these versions made holds here: no other version is installed of any of them."""
+    """Return whether results made with these versions are valid here: no other version of them is installed."""
     return all(installed_version(name) in (None, version) for name, version in made_with.items())
 
 

@@ -1,6 +1,6 @@
-"""How large the numbers may be that a user gives: beyond what anybody has, and small enough to compute with.
+"""Upper limits of the numbers in user input: larger than anybody needs, and small enough to compute with.
 
-Products of them stay within what 64 bits hold where whole numbers are multiplied, and within a double elsewhere.
+Products of whole numbers stay within 64 bits, all others within a double.
 """
 
 from typing import Annotated
@@ -10,25 +10,25 @@ from pydantic import Field
 MOST_DEVICES = 2**16
 MOST_LAYERS = 2**12
 MOST_SIZE = 2**24
-"""Of a layer: its width, its vocabulary, its experts, the positions that it knows."""
+"""Maximum width, vocabulary, number of experts and number of positions of a layer."""
 MOST_SAMPLES = 2**18
-"""Of a step."""
+"""Maximum number of samples per step."""
 MOST_MICROBATCHES = 2**16
 MOST_TOKENS = 2**24
-"""Of a sample."""
+"""Maximum number of tokens per sample."""
 MOST_PIXELS = 2**14
-"""Of a side of an image."""
+"""Maximum side length of an image."""
 MOST_STEP_TOKENS = 2**36
 MOST_STEPS = 10**9
 MOST_BYTES = 2**48
-"""Of a device, or of what a layer asks of it: more fits nowhere, however much more it is."""
+"""Maximum memory of a device, or of a layer on it. More fits nowhere, so larger values are equivalent."""
 MOST_SECONDS = 1e9
 MOST_PRICE = 1e9
-"""Dollars for a device-hour."""
+"""Maximum price of a device-hour in dollars."""
 MOST_QUANTITY = 1e24
-"""FLOP or bytes of a layer, for one sample."""
+"""Maximum FLOP or bytes of a layer for one sample."""
 MOST_PER_S = 1e21
-"""FLOP or bytes a second."""
+"""Maximum FLOP or bytes per second."""
 
 DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
@@ -40,5 +40,5 @@ Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(ge=1e-12, le=MOST_SECONDS, allow_inf_nan=False)]
 BytesPerS = Annotated[float, Field(ge=1, le=MOST_PER_S, allow_inf_nan=False)]
 Factor = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
-"""What a predicted time is multiplied by."""
+"""Factor on a predicted time."""
 Quantity = Annotated[float, Field(ge=-MOST_QUANTITY, le=MOST_QUANTITY, allow_inf_nan=False)]

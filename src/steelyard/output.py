@@ -1,7 +1,7 @@
-"""What is written and printed: a place is tried before the work, a file is there as a whole or not at all.
+"""Output: paths are checked before the work, and files are written as a whole or not at all.
 
-A file is written beside its place under another name and then renamed, so that a full disk, a signal or a loss of power
-leaves what was there before. What is no file (a pipe, a device) is written as it is.
+A file is written under another name in the same folder and then renamed, so a full disk, a signal or a loss of power
+leaves the previous file intact. Pipes and devices are written directly.
 """
 
 import errno
@@ -25,18 +25,18 @@ _HINTS = {
     errno.ENAMETOOLONG: "take a shorter name",
 }
 _BLOCK = b"\0" * 4096
-"""A disk that has no room for this is full."""
+"""Data that is written to test whether a disk is full."""
 
 
 def command(*words: object) -> str:
-    """A ``steelyard`` command as a shell takes it: words that hold blanks are quoted."""
+    """Return a ``steelyard`` command for a shell, with words that contain blanks quoted."""
     return shlex.join(("steelyard", *map(str, words)))
 
 
 def check_file(path: Path, option: str, *, makes_folder: bool = False) -> None:
-    """Raises `UserError`, naming ``option``, unless a file can be written at ``path``; writes nothing there.
+    """Raise `UserError`, naming ``option``, unless a file can be written at ``path``. Nothing is written there.
 
-    With ``makes_folder`` its folder will be made where there is none.
+    With ``makes_folder``, its folder will be created later if it is missing.
     """
     with explained(path, option):
         if _is_there(path) and path.exists():
@@ -49,25 +49,25 @@ def check_file(path: Path, option: str, *, makes_folder: bool = False) -> None:
 
 
 def check_folder(path: Path, option: str) -> None:
-    """Raises `UserError`, naming ``option``, unless ``path`` is a folder, or can be made one, that can be written."""
+    """Raise `UserError`, naming ``option``, unless ``path`` is a writable folder or can be created as one."""
     with explained(path, option):
         _try_folder(path)
 
 
 def make_folder(path: Path, option: str) -> None:
-    """Makes a folder where there is none; raises `UserError`, naming ``option``, unless it can be written."""
+    """Create a folder if it is missing. Raises `UserError`, naming ``option``, unless it is writable."""
     with explained(path, option):
         path.mkdir(parents=True, exist_ok=True)
         _try_block(path)
 
 
 def write_file(path: Path, text: str, option: str) -> None:
-    """Writes a text as UTF-8, as a whole or not at all; raises `UserError`, naming ``option``, where it cannot be."""
+    """Write a text as UTF-8, as a whole or not at all. Raises `UserError`, naming ``option``, if it fails."""
     write_files({path: text}, option)
 
 
 def write_files(files: Mapping[Path, str], option: str) -> None:
-    """Writes the texts of several files, none where one cannot be written; otherwise as `write_file`."""
+    """Write the texts of several files like `write_file`, or none of them if one cannot be written."""
     parts: dict[Path, Path] = {}
     try:
         for path, text in files.items():
@@ -87,14 +87,14 @@ def write_files(files: Mapping[Path, str], option: str) -> None:
 
 
 def escape_unprintable() -> None:
-    """Has characters that the encoding of a terminal or pipe lacks printed as escapes; else they would be errors."""
+    """Print characters that the encoding of a terminal or pipe lacks as escapes instead of raising errors."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: str) -> None:
-    """Prints at once, for whoever listens: once nobody does (``| head -1``), this and all that follows is dropped."""
+    """Print immediately. Once the reader is gone (``| head -1``), this and all further text is dropped."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -137,7 +137,7 @@ def _try_block(folder: Path) -> None:
 
 
 def _target(path: Path) -> Path:
-    """What a link leads to, be it there or not."""
+    """Return the target of a link, whether it exists or not."""
     return Path(os.path.realpath(path))
 
 
@@ -150,7 +150,7 @@ def _is_stream(path: Path) -> bool:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether something is there; raises `OSError` where nothing can be, as for a name that is too long."""
+    """Return whether the path exists. Raises `OSError` if it cannot exist, for example if a name is too long."""
     try:
         path.lstat()
     except FileNotFoundError:
@@ -164,7 +164,7 @@ def _error(number: int) -> OSError:
 
 @contextmanager
 def explained(path: Path, option: str) -> Iterator[None]:
-    """Makes an `OSError` of the work inside a `UserError` about ``path``, naming ``option``."""
+    """Turn an `OSError` inside the context into a `UserError` about ``path``, naming ``option``."""
     try:
         yield
     except OSError as error:

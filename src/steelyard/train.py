@@ -16,7 +16,7 @@ from steelyard.runtime.process import main  # noqa: E402
 
 
 def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str]) -> Replanned:
-    """As `steelyard.planning.elastic.replan`; the search is imported by a process that needs it."""
+    """Call `steelyard.planning.elastic.replan`, importing the search only in a process that needs it."""
     from steelyard.planning.elastic import replan
 
     return replan(plan, hosts, folder, pools)

@@ -1,7 +1,7 @@
-"""Constants and printing for the units used throughout: bytes, seconds, counts, days and money.
+"""Constants, parsing and formatting for units: bytes, seconds, counts, days and money.
 
-Binary prefixes (KiB, MiB, GiB) are powers of 1024 and are used for memory; decimal prefixes (GB) are powers of 1000
-and are used for bandwidth and for memory that a user writes that way.
+Binary prefixes (KiB, MiB, GiB) are powers of 1024, for memory. Decimal prefixes (GB) are powers of 1000, for bandwidth
+and for memory that a user writes that way.
 """
 
 import re
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Amount: TypeAlias = "float | NDArray[np.float64]"
-"""A number, or those of several pipeline configurations at once."""
+"""Number, or array of the numbers of several pipeline configurations."""
 Whole: TypeAlias = "int | NDArray[np.int64]"
-"""A whole number, or those of several strategies at once."""
+"""Whole number, or array of the numbers of several strategies."""
 
 
 def at_each(amount: Amount, of: Callable[[float], float]) -> Amount:
-    """What a function of one number makes of every number."""
+    """Apply a function of one number to every number."""
     if isinstance(amount, float | int):
         return of(amount)
     import numpy as np
@@ -32,12 +32,12 @@ def at_each(amount: Amount, of: Callable[[float], float]) -> Amount:
 
 
 def hashable(amount: Amount) -> Hashable:
-    """The same for equal numbers."""
+    """Return a hashable value that is the same for equal numbers."""
     return amount if isinstance(amount, float | int) else amount.tobytes()
 
 
 def is_positive(amount: Amount) -> bool:
-    """Whether the number is above 0, or one of them."""
+    """Return whether the number, or one of them, is above 0."""
     return amount > 0 if isinstance(amount, float | int) else bool(amount.max() > 0)
 
 
@@ -61,9 +61,9 @@ _SUFFIX_BYTES = {
     "tib": 1024**4,
 }
 MOST_COUNT = 10**18
-"""Tokens of a training: more than there are, and few enough for 64 bits."""
+"""Maximum number of tokens of a training, more than exist and small enough for 64 bits."""
 LEAST_BYTES = 10**6
-"""Bytes that may be written without a unit."""
+"""Minimum number of bytes that may be written without a unit."""
 _COUNT_POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "t": 4}
 _COUNT_NOISE = re.compile(r"[\s,_]|(tokens?|samples?|sequences?)$", flags=re.IGNORECASE)
 _FLOAT = re.compile(r"\d{1,18}(?:\.\d{1,18})?e\+?\d{1,2}", flags=re.IGNORECASE)
@@ -71,9 +71,9 @@ _QUANTITY = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes in a quantity such as ``20GiB``, ``512 MB`` or ``1073741824``; raises `UserError` for others.
+    """Return the bytes in a quantity such as ``20GiB``, ``512 MB`` or ``1073741824``. Raises `UserError` for others.
 
-    A number without a unit is bytes from `LEAST_BYTES` on; a smaller number was surely meant in another unit.
+    A number without a unit means bytes if it is at least `LEAST_BYTES`. A smaller one surely lacks its unit.
     """
     match = _QUANTITY.fullmatch(text)
     number, suffix = match.groups() if match else ("", "")
@@ -98,9 +98,9 @@ def parse_bytes(text: str) -> int:
 def parse_count(
     text: str, *, field: str, least: int = 1, most: int = MOST_COUNT, kilo: int = 1000, example: str = "15T"
 ) -> int:
-    """Return the count in ``15T``, ``300B`` or ``1000000``; raises `UserError` for anything else.
+    """Return the count in ``15T``, ``300B`` or ``1000000``. Raises `UserError` for anything else.
 
-    ``kilo`` is the meaning of K, 1000 or 1024; M, B and T are its powers.
+    ``kilo`` is the value of K, 1000 or 1024. M, B and T are its powers.
     """
     count = _count(text, kilo)
     if count is None or not least <= count <= most:
@@ -128,7 +128,7 @@ def _count(text: str, kilo: int) -> int | None:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A byte count with a binary prefix and three significant digits, ``1.46 GiB``."""
+    """Format a byte count with a binary prefix and three significant digits, ``1.46 GiB``."""
     value = float(num_bytes)
     for suffix in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1023.5:
@@ -138,7 +138,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration with a fitting unit and three significant digits, ``12.3 ms``."""
+    """Format a duration with a suitable unit and three significant digits, ``12.3 ms``."""
     for factor, suffix in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")):
         if abs(seconds) >= 0.9995 * factor:
             return f"{_three_digits(seconds / factor)} {suffix}"
@@ -146,12 +146,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_plural(count: int, one: str, many: str | None = None) -> str:
-    """A count with its noun, ``1 stage`` or ``4 stages``; ``many`` where adding an s is not enough."""
+    """Format a count with its noun, ``1 stage`` or ``4 stages``. ``many`` is for plurals not formed by an s."""
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def format_count(count: float) -> str:
-    """A large count with a decimal prefix, ``8.03 B`` for 8 030 000 000."""
+    """Format a large count with a decimal prefix, ``8.03 B`` for 8 030 000 000."""
     value = float(count)
     for suffix in ("", " K", " M", " B"):
         if abs(value) < 999.5:
@@ -161,25 +161,25 @@ def format_count(count: float) -> str:
 
 
 def format_tera(flop_per_s: float) -> str:
-    """TFLOP/s, whole from ten on, ``365``, else with two digits, ``0.024``."""
+    """Format TFLOP/s as a whole number from ten on, ``365``, and with two digits below, ``0.024``."""
     tera = flop_per_s / TERA
     return f"{tera:,.0f}" if tera >= 10 else f"{tera:.2g}"
 
 
 def format_ranges(values: Iterable[int]) -> str:
-    """Whole numbers with runs drawn together, ``3, 5–7``."""
+    """Format whole numbers with runs joined, ``3, 5–7``."""
     ordered = sorted(values)
     runs = [[value for _, value in run] for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
 def format_change(share: float) -> str:
-    """By how much something is more or less, ``+2.0%``, ``−0.3%`` or ``same``."""
+    """Format a relative change, ``+2.0%``, ``−0.3%`` or ``same``."""
     return "same" if abs(share) < 0.0005 else f"{share:+.1%}".replace("-", "−")
 
 
 def format_days(days: float) -> str:
-    """A long duration in days, or in hours or minutes where it is short: ``61.2 days``, ``14.3 hours``."""
+    """Format a long duration in days, or in hours or minutes if it is short: ``61.2 days``, ``14.3 hours``."""
     for factor, unit in ((1, "days"), (24, "hours")):
         if days * factor >= 1.5:
             return f"{_three_digits(days * factor)} {unit}"
@@ -187,7 +187,7 @@ def format_days(days: float) -> str:
 
 
 def format_money(dollars: float) -> str:
-    """Dollars with a decimal prefix, ``$2.94 M``; with cents below a thousand."""
+    """Format dollars with a decimal prefix, ``$2.94 M``, or with cents below a thousand."""
     return f"${dollars:.2f}" if dollars < 999.5 else f"${format_count(dollars)}"
 
 

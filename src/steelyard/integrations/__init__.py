@@ -1,8 +1,8 @@
-"""Plans in the loops of other libraries.
+"""Plans in the training loops of other libraries.
 
-| module               | what it does                                                                 |
+| module               | purpose                                                                      |
 |----------------------|------------------------------------------------------------------------------|
-| `transformers`       | `transformers.Trainer`, or a subclass of it as TRL has, under a plan         |
-| `training_arguments` | refuses arguments of Trainer that contradict the plan                        |
-| `batches`            | the batches of collators as the samples of a plan                            |
+| `transformers`       | `transformers.Trainer`, or a subclass such as TRL's, under a plan            |
+| `training_arguments` | refusal of Trainer arguments that contradict the plan                        |
+| `batches`            | collator batches as the samples of a plan                                    |
 """

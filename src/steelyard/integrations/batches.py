@@ -1,10 +1,10 @@
-"""The batches of collators as the samples of a plan: one shape, labels at the place that predicts them.
+"""Collator batches as the samples of a plan: one shape, with labels at the positions that predict them.
 
-A batch of a collator has at most the plan's samples and tokens. What is missing of either is filled up behind it, where
-causal attention of real tokens does not see it, without targets; the loss is the mean over the targets that there are.
+A collator's batch has at most the plan's samples and tokens. Missing samples and tokens are padded at the end, where
+the causal attention of real tokens does not see them, and have no targets. The loss is the mean over the real targets.
 
-Not modelled: filled places count among those that routers of experts balance; several documents packed into one sample
-with attention of their own.
+Not modelled: padding counts among the tokens that expert routers balance; several documents packed into one sample
+with separate attention.
 """
 
 from collections.abc import Mapping
@@ -37,15 +37,15 @@ class PlannedBatch:
     samples: Samples
     num_targets: int
     num_samples: int
-    """Those that a collator made; the others are filled in."""
+    """Number of samples from the collator. The others are padding."""
 
     def read(self, numbers: list[int]) -> Samples:
-        """Some of its samples."""
+        """Return the samples with these numbers."""
         return Samples(inputs=self.samples.inputs[numbers], labels=self.samples.labels[numbers])
 
 
 def check_task(plan: Plan) -> None:
-    """Raises `UserError` for a plan whose samples are not made of what data collators make."""
+    """Raise `UserError` if data collators cannot provide the samples of a plan's task."""
     task = plan.chain().family.task
     if task not in _READ:
         raise UserError(
@@ -57,7 +57,7 @@ def check_task(plan: Plan) -> None:
 
 
 def planned_batch(given: Mapping[str, Any], plan: Plan) -> PlannedBatch:
-    """Return the samples of a collator's batch; raises `InvalidDataError` for one that the plan cannot train on."""
+    """Return the samples of a collator's batch. Raises `InvalidDataError` if the plan cannot train on it."""
     task = plan.chain().family.task
     name = _READ[task]
     if name not in given or given.get("labels") is None:
@@ -95,7 +95,7 @@ def planned_batch(given: Mapping[str, Any], plan: Plan) -> PlannedBatch:
 
 
 def _check_places(given: Mapping[str, Any], tokens: Tensor, *, is_causal: bool) -> None:
-    """Refuse padding before tokens, several documents in a sample, and for other than causal attention any padding."""
+    """Refuse padding before tokens, several documents in a sample, and any padding unless attention is causal."""
     mask = given.get("attention_mask")
     if mask is not None and mask.ndim > 2:
         raise _cannot("attention masks of the batch's own", "a mask of padding")

@@ -1,6 +1,6 @@
-"""Arguments of `transformers.Trainer` under a plan: those that the plan decides agree with it, or are refused.
+"""Arguments of `transformers.Trainer` under a plan. Arguments that contradict the plan are refused.
 
-An argument at the default of its class counts as not given, and the plan decides.
+An argument at the default of its class counts as not given, and the plan sets it.
 """
 
 import copy
@@ -22,9 +22,9 @@ _OF_LEVER: Mapping[str, tuple[str, ...]] = {
     "adamw-4bit": ("adamw_torch_4bit",),
     "sgd": ("sgd",),
 }
-"""Values of ``optim`` that mean an optimizer of a plan."""
+"""Values of ``optim`` for each optimizer of a plan."""
 _ENGINES = ("fsdp", "deepspeed", "parallelism_config", "auto_find_batch_size")
-"""Arguments that choose how the model is divided, or the batch."""
+"""Arguments that choose the parallelism of the model, or the batch."""
 _ELSEWHERE: Mapping[str, str] = {
     "label_smoothing_factor": "the loss is computed in the last layer of the plan, without smoothing",
     "use_liger_kernel": "the modules of the model are planned as they are",
@@ -39,7 +39,10 @@ _EPSILON = 1e-8
 
 
 def planned_arguments(args: TrainingArguments, plan: Plan) -> TrainingArguments:
-    """Return a copy of the arguments with what the plan decides; raises `UserError` for all that contradict it."""
+    """Return a copy of the arguments with the values that the plan decides.
+
+    Raises `UserError` for all arguments that contradict the plan.
+    """
     wrong = list(_contradictions(args, plan))
     if wrong:
         raise CombinedError(wrong) if len(wrong) > 1 else wrong[0]
@@ -54,7 +57,7 @@ def planned_arguments(args: TrainingArguments, plan: Plan) -> TrainingArguments:
         "activation_checkpointing": False,
         "gradient_checkpointing": False,
         "torch_compile": False,
-        "enable_jit_checkpoint": False,  # `PlanTrainer` has one on which all ranks agree
+        "enable_jit_checkpoint": False,  # `PlanTrainer` has its own, on which all ranks agree
     }
     for name, value in decided.items():
         setattr(found, name, value)

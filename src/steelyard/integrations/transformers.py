@@ -1,32 +1,32 @@
-"""`transformers.Trainer` under a plan: its loop, and steelyard's runtime for what a step, a checkpoint and a save are.
+"""`transformers.Trainer` under a plan: Trainer's loop with steelyard's runtime for steps, checkpoints and saves.
 
 >>> trainer = PlanTrainer(model, args, plan=plan, train_dataset=…, data_collator=…)   # in each torchrun process
 >>> trainer.train()
 
-It makes one of any subclass: ``class PlanSFTTrainer(PlanTrainer, SFTTrainer): …`` of TRL.
+Subclasses work the same way: ``class PlanSFTTrainer(PlanTrainer, SFTTrainer): …`` of TRL.
 
-| what                                                     | whose                                                     |
+| part                                                     | implementation                                            |
 |----------------------------------------------------------|-----------------------------------------------------------|
-| loop, schedules, callbacks, reporters, data, metrics     | Trainer's                                                 |
-| a training step                                          | one global batch of the plan (`ParallelModel.train_step`) |
-| the loss of an evaluation batch, logits                  | its forward passes (`eval_step`, `predict_step`)          |
-| parameters that the optimizer gets, clipping             | the plan's                                                |
-| ``checkpoint-N/``                                        | trainer_state.json and the scheduler are Trainer's;       |
-|                                                          | ``step-…`` is a sharded checkpoint, read under any plan   |
+| loop, schedules, callbacks, reporters, data, metrics     | Trainer                                                   |
+| training step                                            | one global batch of the plan (`ParallelModel.train_step`) |
+| loss of an evaluation batch, logits                      | the plan's forward passes (`eval_step`, `predict_step`)   |
+| parameters of the optimizer, clipping                    | the plan                                                  |
+| ``checkpoint-N/``                                        | Trainer: trainer_state.json and the scheduler;            |
+|                                                          | ``step-…``: a sharded checkpoint, read under any plan     |
 | ``save_model``                                           | weights for ``from_pretrained``, or peft's adapters       |
 
-Every rank makes every global batch, from the same data in the same order, and reads its samples of it: so ranks of tp
-and pp read the same ones, whatever the plan.
+Every rank builds every global batch, from the same data in the same order, and reads its own samples of it. So ranks of
+tp and pp read the same samples under every plan.
 
-Trainer gives the model and batches to Accelerate, which would wrap the one and divide the others over processes. Its
-object (``Trainer.accelerator``, made in ``create_accelerator_and_postprocess``, which names the class) is given a class
-that leaves both as they are. ``self.model`` stays the user's model, whose modules hold this rank's parameters;
-``self.model_wrapped`` is what runs.
+Trainer passes the model and batches to Accelerate, which would wrap the model and divide the batches over processes.
+Its object (``Trainer.accelerator``, created in ``create_accelerator_and_postprocess``, which names the class) gets a
+class that leaves both unchanged. ``self.model`` stays the user's model, whose modules hold this rank's parameters.
+``self.model_wrapped`` is the module that runs.
 
 Logits for ``compute_metrics`` and ``predict`` are whole on every rank, as in one process.
 
-Not modelled: the loss of routers in evaluations with logits; metrics that TRL takes of its own forward pass (entropy,
-token accuracy); ``hyperparameter_search``.
+Not modelled: the loss of routers in evaluations with logits; metrics that TRL computes in its own forward pass
+(entropy, token accuracy); ``hyperparameter_search``.
 """
 
 import shutil
@@ -69,14 +69,14 @@ _REFUSED: Mapping[str, str] = {
     "optimizer_cls_and_kwargs": "the optimizer of the plan (steelyard plan --optimizer)",
     "quantization_config": "the base of the plan (steelyard plan --base)",
 }
-"""Arguments of trainers that a plan leaves no place for, with what is expected."""
+"""Arguments of trainers that are refused under a plan, with the expected alternative."""
 
 
 class PlanTrainer(Trainer):
-    """`transformers.Trainer` under a plan; of a subclass of Trainer put it before that among the bases.
+    """`transformers.Trainer` under a plan. With a subclass of Trainer, put it first among the bases.
 
-    ``plan`` is a plan or the path of one. ``model`` is as for `steelyard.parallelize`; the path of a Hugging Face
-    folder, whose weights are read straight into this rank's shards; or None for first weights of ``args.seed``.
+    ``plan`` is a plan or the path of one. ``model`` is a model as for `steelyard.parallelize`, the path of a Hugging
+    Face folder, whose weights are read directly into this rank's shards, or None for initial weights by ``args.seed``.
     """
 
     optimizer: Optimizer | None
@@ -115,7 +115,7 @@ class PlanTrainer(Trainer):
                 hint="start the script with torchrun, without a configuration of accelerate",
             )
         _check_routers(self.model, self.plan)
-        for module in self.model.modules():  # TRL gives the model a forward pass of its own, with its head's loss
+        for module in self.model.modules():  # TRL replaces the model's forward pass, with the loss of its head
             vars(module).pop("forward", None)
         self.parallel: ParallelModel = parallelize(self.model, self.plan, seed=self.args.seed)
         self.accelerator.parallel = self.parallel
@@ -127,31 +127,31 @@ class PlanTrainer(Trainer):
             load_weights(Path(weights), self._state(), self.parallel.chain, seed=self.args.seed)
         _free_others(self.model, self.model_wrapped)
 
-    # what Accelerate prepares
+    # preparation by Accelerate
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes Trainer's accelerator one that leaves model, optimizer and batches as they are."""
+        """Replace Trainer's accelerator by one that leaves model, optimizer and batches unchanged."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = _PlanAccelerator
         self.accelerator.data_seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self.gather_function = self.accelerator.gather_for_metrics
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leaves the model where it is: each layer is moved when it is sharded."""
+        """Leave the model where it is, because each layer is moved when it is sharded."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self.model_wrapped
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Samples of a step."""
+        """Samples per step."""
         return self.plan.global_batch
 
     # a run
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """Trains as Trainer does.
+        """Train as Trainer does.
 
-        With ``enable_jit_checkpoint`` a stop signal to any rank has all of them save after the running step, and end.
+        With ``enable_jit_checkpoint``, a stop signal to any rank makes all ranks save after the current step and end.
         """
         watch = StopWatch()
         if self._saves_at_signals:
@@ -167,7 +167,7 @@ class PlanTrainer(Trainer):
     # a step
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Trains on one global batch of the plan; returns its mean loss."""
+        """Train on one global batch of the plan and return its mean loss."""
         model.train()
         batch = planned_batch(inputs, self.plan)
         self.parallel.num_steps = self.state.global_step
@@ -176,7 +176,7 @@ class PlanTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Evaluates one global batch under the plan; returns its mean loss, and where asked for logits and labels."""
+        """Evaluate one global batch under the plan and return its mean loss, with logits and labels if requested."""
         batch = planned_batch(inputs, self.plan)
         if prediction_loss_only:
             return self.parallel.eval_step(batch.read, num_targets=batch.num_targets), None, None
@@ -187,7 +187,7 @@ class PlanTrainer(Trainer):
         return total / batch.num_targets, logits[tuple(map(slice, labels.shape))], labels
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """Makes the plan's optimizer, with Trainer's choice of parameters that decay."""
+        """Create the plan's optimizer, with Trainer's choice of parameters with weight decay."""
         if self.optimizer is None:
             decayed = set(self.get_decay_parameter_names(self.model_wrapped))
             ids = {id(each) for name, each in self.model_wrapped.named_parameters() if name in decayed}
@@ -210,14 +210,14 @@ class PlanTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
         return self.parallel.clip_gradients(0.0) if grad_norm is None else grad_norm
 
-    # what is reported
+    # reports
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """This rank's share of the operations of a batch, which Trainer sums over ranks."""
+        """FLOP of a batch divided by the number of ranks, because Trainer sums over ranks."""
         return float(super().floating_point_ops(inputs)) / dist.get_world_size()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs; evaluation steps per second are of global batches, where Trainer counts batches of every process."""
+        """Log, with evaluation steps per second in global batches, while Trainer counts batches of every process."""
         for name in [each for each in logs if each.endswith("_steps_per_second") and not each.startswith("train")]:
             samples = logs[name.replace("_steps_", "_samples_")]
             logs[name] = round(samples / self.plan.global_batch, 3)
@@ -237,9 +237,9 @@ class PlanTrainer(Trainer):
             self._saves_all = False
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes weights for ``from_pretrained``, of a model with adapters these alone; a collective call.
+        """Write weights for ``from_pretrained``, or only the adapters of a model that has any. All ranks must call it.
 
-        Within a checkpoint it writes parameters and optimizer states, sharded.
+        Within a checkpoint, write sharded parameters and optimizer states.
         """
         folder = Path(output_dir or self.args.output_dir)
         if self._saves_all:
@@ -284,7 +284,7 @@ class PlanTrainer(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Leaves reading to `_load_optimizer_and_scheduler`: Trainer calls this before there is an optimizer."""
+        """Leave reading to `_load_optimizer_and_scheduler`, because Trainer calls this before there is an optimizer."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -307,22 +307,22 @@ class PlanTrainer(Trainer):
 
 
 class _PlanAccelerator(Accelerator):
-    """Leaves model and optimizer as they are, and gives every rank every batch, of which each has all results."""
+    """Accelerator that leaves model and optimizer unchanged and gives every rank every batch and all its results."""
 
     parallel: ParallelModel
     data_seed: int
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
-        """Prepares loaders of data alone."""
+        """Prepare only data loaders."""
         found = [self.prepare_data_loader(each) if isinstance(each, DataLoader) else each for each in objects]
         return found[0] if len(found) == 1 else tuple(found)
 
     def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        """Leaves the model as it is."""
+        """Return the model unchanged."""
         return model
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *_: Any, **__: Any) -> DataLoader[Any]:
-        """Seeds and counts the batches, which stay whole and on the host."""
+        """Seed and register the loader, whose batches stay whole and on the host."""
         found: DataLoader[Any] = prepare_data_loader(
             data_loader,
             num_processes=1,
@@ -339,11 +339,11 @@ class _PlanAccelerator(Accelerator):
         return found
 
     def gather(self, tensor: Any) -> Any:
-        """Returns what every rank has."""
+        """Return the tensor, which every rank has whole."""
         return tensor
 
     def pad_across_processes(self, tensor: Any, *_: Any, **__: Any) -> Any:
-        """Returns what every rank has, in one shape."""
+        """Return the tensor, which has the same shape on every rank."""
         return tensor
 
     @property
@@ -354,21 +354,21 @@ class _PlanAccelerator(Accelerator):
 
 
 class _ThisRank(nn.Module):
-    """This rank's layers as a module, for all that looks at a model's parameters."""
+    """This rank's layers as a module, for code that inspects a model's parameters."""
 
     def __init__(self, parallel: ParallelModel, model: nn.Module) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layer for layer in parallel.layers.values())
-        self._whole = [model]  # no child: it has the same modules
+        self._whole = [model]  # in a list, so that it is no child: it has the same modules
 
     def train(self, mode: bool = True) -> "_ThisRank":
-        """Sets the mode of the user's model, too, by which subclasses of Trainer tell training from evaluation."""
+        """Set the mode of the user's model too, by which subclasses of Trainer distinguish training and evaluation."""
         for each in self._whole:
             each.train(mode)
         return super().train(mode)
 
     def forward(self, *_: Any, **__: Any) -> None:
-        """Refuses: no rank has the whole model."""
+        """Raise `UserError`, because no rank has the whole model."""
         raise UserError(
             field="model",
             found="a forward pass of the model",
@@ -378,7 +378,7 @@ class _ThisRank(nn.Module):
 
 
 class _Together(Optimizer):
-    """Several optimizers as one for schedulers: their groups are its own."""
+    """Several optimizers as one for schedulers, with all their parameter groups."""
 
     def __init__(self, optimizers: list[Optimizer], *, lr: float) -> None:
         groups = [group for each in optimizers for group in each.param_groups]
@@ -386,14 +386,15 @@ class _Together(Optimizer):
         self.optimizers = optimizers
 
     def step(self, closure: None = None) -> None:
-        """Updates the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         assert closure is None, "the loss is computed before"
         for each in self.optimizers:
             each.step()
 
 
 def _check_routers(model: nn.Module, plan: Plan) -> None:
-    """Refuses a model whose routers have a loss, by its config or as TRL sets it there, that the plan leaves out."""
+    """Raise `InvalidPlanError` unless the model (by its config, where TRL sets it too) and the plan agree on a router
+    loss."""
     given = bool(getattr(model.config.get_text_config(), ROUTER_LOSS, False))
     if given != plan.chain().trains_routers:
         raise InvalidPlanError(
@@ -406,7 +407,7 @@ def _check_routers(model: nn.Module, plan: Plan) -> None:
 
 
 def _free_others(model: nn.Module, mine: nn.Module) -> None:
-    """Lets go of the parameters of layers that other ranks have, which the user's model still holds."""
+    """Free the parameters of other ranks' layers, which the user's model still holds."""
     kept = {id(module) for module in mine.modules()}
     for module in model.modules():
         if id(module) in kept:
@@ -418,7 +419,7 @@ def _free_others(model: nn.Module, mine: nn.Module) -> None:
 
 
 def _resume_scheduler(scheduler: Any, state: dict[str, Any], optimizer: Optimizer) -> None:
-    """Goes on with a scheduler's state; another plan may have another number of groups, all of one learning rate."""
+    """Restore a scheduler's state, also from a plan with another number of groups if all have one learning rate."""
     count = len(optimizer.param_groups)
     fitted = {
         name: (value * count)[:count] if isinstance(value, list) and len(set(map(str, value))) == 1 else value

@@ -1,8 +1,9 @@
-"""What to change where nothing fits, or more should: each lever alone and two together, with what it saves and costs.
+"""Advice for when nothing fits, or more should: each lever alone and in pairs, with its saving and its cost.
 
-Of each change the fewest bytes of a device in which there is a plan, and the fastest plan that fits. Time is set beside
-that of the request itself, if need be with no limit of memory. First come changes with which something fits, one before
-two, by what a GiB that they save costs of a step; then the others, by what is still missing.
+Each change comes with the fewest bytes per device in which there is a plan, and with the fastest plan that fits. Its
+time is compared with that of the request itself, without a memory limit if necessary. Changes with which something fits
+come first, single ones before pairs, ordered by the step time that each GiB saved costs. The others follow, ordered by
+the bytes that are still missing.
 """
 
 import math
@@ -22,21 +23,21 @@ from steelyard.search.runs import smallest_peak_bytes
 from steelyard.units import format_seconds
 
 LIMIT_S = 1.0
-"""Of the search for the fastest plan under one change."""
+"""Time limit in seconds of the search for the fastest plan under one change."""
 TOTAL_S = 10.0
-"""After which no further change is tried."""
+"""Process time in seconds after which no further change is tried."""
 MOST_HINTED = 64
-"""Devices of a cluster for which changes are tried unasked."""
+"""Largest number of devices for which changes are tried unasked."""
 NUM_HINTS = 3
-"""Changes that are named where nothing fits."""
+"""Number of changes that are named if nothing fits."""
 _NO_LIMIT = 2**50
 
 
 def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lambda _: None) -> Found:
-    """Return what the request itself needs, and what each change of levers does.
+    """Return the needs of the request itself, and the effect of each change of levers.
 
-    Levers that take long to try come last, and where advice was not ``asked`` for they are left out. Two changes are
-    tried together where both save memory: the best of each lever.
+    Levers that take long to try come last, and are left out if advice was not ``asked`` for. Pairs combine the best
+    change of each lever that saves memory.
     """
     limited = replace(request, time_limit_s=LIMIT_S)
     progress("the job as asked")
@@ -74,7 +75,10 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
 
 
 def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Iterator[str]:
-    """The best changes in a line each, for where nothing fits, one of them a value that a search may choose."""
+    """Yield the best changes, one per line, for when nothing fits.
+
+    They include a value that a search may choose, if one fits.
+    """
     is_large = request.cluster.num_devices > MOST_HINTED
     if is_large or request.is_mixed or request.seq_len is None or request.global_batch is None:
         return
@@ -86,7 +90,7 @@ def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Itera
 
 
 def single_changes(request: PlanRequest, *, asked: bool) -> Iterable[dict[str, str]]:
-    """The values of each lever that the request does not set."""
+    """Yield the values to try of each lever that the request does not set."""
     for name, lever in sorted(LEVERS.items(), key=lambda each: (each[1].takes_long, bool(each[1].offered_with))):
         if name not in request.levers.texts and (asked or not lever.takes_long):
             beside = {
@@ -98,7 +102,7 @@ def single_changes(request: PlanRequest, *, asked: bool) -> Iterable[dict[str, s
 
 
 def _try(request: PlanRequest, texts: Mapping[str, str], own: Advice, free_s: float) -> Advice | str:
-    """What a change does, or why it cannot be had."""
+    """Return the effect of a change, or the reason why it is impossible."""
     try:
         study = Study(with_levers(request, texts))
         return _advice(study, texts, own.least_bytes or math.nan, free_s, Levers.of(texts))
@@ -131,7 +135,7 @@ def _options(texts: Mapping[str, str]) -> str:
 
 
 def is_beyond_host(study: Study) -> bool:
-    """Return whether the fastest plan that fits holds more in host memory than there is."""
+    """Return whether the fastest plan that fits needs more host memory than there is."""
     if not study.job.effects.uses_host or (plan := study.answer(FREE_CHOICE).plan) is None:
         return False
     priced = with_price(plan, study.job).prediction
@@ -139,6 +143,6 @@ def is_beyond_host(study: Study) -> bool:
 
 
 def least_bytes(study: Study) -> int | None:
-    """Return the fewest bytes of a device in which there is a plan, of the configurations that are searched."""
+    """Return the fewest bytes per device in which a searched configuration has a plan."""
     least = smallest_peak_bytes(each.any_budget for each in study.tables)
     return None if least is None else device_bytes(study.job, least)

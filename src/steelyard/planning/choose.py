@@ -1,8 +1,8 @@
 """Choose the plan: search all pipeline configurations of a job and let the simulator rank the best few.
 
-`accept` searches cost tables within the memory of a device. It adds memory up as a plan is predicted
-(`steelyard.cost.memory`), so what it finds fits as reported. `plan_job` makes the tables, searches, simulates the best
-plans and says what is proven of the first and why the others lost.
+`accept` searches cost tables within the memory of a device. It computes memory as predictions do
+(`steelyard.cost.memory`), so the plans that it finds fit as reported. `plan_job` builds the tables, searches, simulates
+the best plans, and reports the certificate of the first one and the reasons against the others.
 """
 
 import math
@@ -33,37 +33,36 @@ from steelyard.search.evaluate import group_equal_strategies
 from steelyard.units import format_bytes, format_plural
 
 NEAR = 1.1
-"""Where processes share cores: how many times the fastest step one may take for its cuts to be moved. Moving them
+"""Largest step time, relative to the fastest, of plans whose cuts are moved if processes share cores. Moving them
 gained up to 2 % (24 random jobs)."""
 NUM_RESCORED = 5
-"""Configurations whose best plans the simulator ranks in the end, or more where more alternatives are asked for."""
+"""Number of configurations re-ranked by simulation (more if more alternatives are requested)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningResult:
-    """Outcome of planning: a plan with its cost, or the nearest miss where nothing fits."""
+    """Result of planning: a plan and its cost, or the nearest miss if nothing fits."""
 
     job: Job
     tables: tuple[OnDemand, ...]
-    """What was searched."""
+    """Cost tables that were searched."""
     search: SearchResult
     plan: Plan | None
     cost: PlanCost | None
     miss: NearestMiss | None
     miss_text: str
     others: tuple[tuple[Plan, PlanCost], ...] = ()
-    """The best plans of other pipeline configurations that the simulator priced, without their predictions, fastest
-    first."""
+    """Simulated best plans of other pipeline configurations, without their predictions, fastest first."""
     missed: Job | None = None
-    """The job with the margin that no plan leaves free, where the plan takes of it."""
+    """The job with the reserved memory fraction that no plan leaves free, if the plan uses some of it."""
     bounded_tables: tuple[OnDemand, ...] = ()
-    """The cost tables with their bounds, for further searches within the budget of the job or less."""
+    """Cost tables with their bounds, for further searches within the budget of the job or less."""
     notes: tuple[str, ...] = ()
-    """What was assumed, tried or left out on the way."""
+    """Notes on what was assumed, tried or left out."""
 
     @property
     def remedies(self) -> str:
-        """What may help where nothing fits."""
+        """Remedies to try if nothing fits."""
         states = states_bytes(self.job) // sum(each.cluster.num_devices for each in self.job.groups)
         if states <= self.job.budget_bytes:
             return "more memory per device, more devices, or a shorter sequence"
@@ -74,23 +73,23 @@ class PlanningResult:
 
     @property
     def has_margin(self) -> bool:
-        """Whether the plan leaves the margin of its job free."""
+        """Whether the plan leaves the reserved memory fraction of its job free."""
         return self.missed is None
 
 
 class NothingFitsError(UserError):
-    """No plan fits the budget. Carries the nearest miss in bytes as its message."""
+    """Raised if no plan fits the budget. The message is the nearest miss in bytes."""
 
     exit_code = 1
 
 
 class NoUniformPlanError(UserError):
-    """No strategy that all layers of the model can have under what was decided."""
+    """Raised if no strategy is legal for all layers of the model under the decisions."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Accepted:
-    """A plan of a job that fits, its cost, and the outcome of the search that it comes from."""
+    """A plan that fits, with its job, its cost and the search outcome that it comes from."""
 
     job: Job
     outcome: ConfigOutcome
@@ -98,31 +97,31 @@ class Accepted:
 
     @cached_property
     def cost(self) -> PlanCost:
-        """The cost of the plan by the simulator."""
+        """Simulated cost of the plan."""
         return predict(self.plan, self.job)
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step by the simulator: what plans compete on, and what is shown."""
+        """Simulated step time in seconds, by which plans are ranked and which is shown."""
         return self.cost.step_time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Acceptance:
-    """The best plans of the configurations, and what the search says of all configurations.
+    """The best plans of the configurations, and the search's result for every configuration.
 
-    Those asked for come first, the fastest by the simulator first, then others that were found on the way, as the
-    search ranks them. Where there is none no plan takes less than ``floor_bytes``.
+    The simulated plans come first, fastest first, then the other plans that were found, in the order of the search. If
+    there are none, no plan needs less than ``floor_bytes``.
     """
 
     ranked: tuple[Accepted, ...]
     num_simulated: int
     search: SearchResult
     lower_bound_s: float
-    """No plan of any configuration takes less."""
+    """Lower bound of the step time over all configurations."""
     bounded: tuple[OnDemand, ...]
-    """The tables that were searched, each with what no plan of it that fits is faster than, for further searches within
-    no more memory."""
+    """Tables that were searched, each with the lower bound of its plans that fit, for further searches within no more
+    memory."""
     floor_bytes: int = 0
 
 
@@ -139,12 +138,12 @@ def accept(
     cutoff_s: float = math.inf,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Acceptance:
-    """The fastest plans of a job that fit, of all configurations whose cost tables are given; arguments as of
-    `search`.
+    """Return the fastest plans of a job that fit, over all configurations whose cost tables are given.
 
-    The simulator ranks as many as are asked for. ``uniform`` searches those of one strategy alone, with ``remat_runs``
-    also those that `uniform_choices` says, and raises `NoUniformPlanError` where none is legal. Where
-    processes share cores, cuts of plans near the fastest are moved as long as that makes them faster.
+    Other arguments are as in `search`. The simulator ranks the requested number of plans. ``uniform`` searches only
+    plans of one strategy, with ``remat_runs`` also those that `uniform_choices` adds, and raises `NoUniformPlanError`
+    if none is legal. If processes share cores, the cuts of plans near the fastest are moved as long as this makes them
+    faster.
     """
     room_bytes = usable_bytes(job)
     found = search(
@@ -183,7 +182,7 @@ def accept(
 
 
 def _with_cuts_moved(found: Accepted) -> Accepted:
-    """A plan whose step no longer gets shorter, by the simulator, when one layer goes to a neighbouring stage.
+    """Move layers to neighbouring stages, one at a time, until no move shortens the simulated step.
 
     Layers keep their strategies. Plans in chunks stay as they are.
     """
@@ -208,7 +207,7 @@ def _with_cuts_moved(found: Accepted) -> Accepted:
 
 
 def without_margin(job: Job) -> Job:
-    """The job within all the memory that there is."""
+    """Return the job with its reserved memory added to its budget."""
     return Job.over([each.within(each.budget_bytes + each.margin_bytes) for each in job.by_group])
 
 
@@ -228,19 +227,19 @@ def plan_job(
     to_the_end: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PlanningResult:
-    """Searches every pipeline configuration of a job and turns the best into a plan.
+    """Search every pipeline configuration of a job and turn the best into a plan.
 
-    ``top`` plans and more are priced by the simulator, the best and the alternatives kept with it. ``tables`` saves
-    making the cost tables again where `make_tables` was asked for those of this job and these decisions. Not
-    ``to_the_end`` prices no more than ``top``.
+    The simulator prices ``top`` plans or more: the best one and the alternatives kept with it. If ``to_the_end`` is
+    false, it prices no more than ``top``. ``tables`` are the cost tables of `make_tables` for this job and these
+    decisions, if they were already built.
 
-    The simulator ranks every configuration where `ranks_all` says so. Over several groups it ranks plans that are the
-    best of their configurations: the sums of the search are a few percent off where stages are not alike.
+    The simulator ranks every configuration if `ranks_all` says so. Over several groups it ranks the optimal plans of
+    their configurations, because the search's step times are a few percent off if stages differ.
 
-    The time limit is that of tables and search together. Of configurations without tables by then no more is known than
-    what computing takes.
+    The time limit covers tables and search together. For configurations without tables by then, only the bound by
+    computing time is known.
 
-    Where no plan leaves the margin of the job free, the fastest within all the memory that there is.
+    If no plan leaves the reserved memory fraction of the job free, the result is the fastest plan within all memory.
     """
     tables = tables or make_tables(job, decisions)
     plan_within = partial(
@@ -273,7 +272,7 @@ def _plan_within(
     to_the_end: bool,
     progress: Callable[[str], None],
 ) -> PlanningResult:
-    """As `plan_job`, within the budget of the job."""
+    """Do the work of `plan_job` within the budget of the job."""
     started = time.monotonic()
     uniform = is_uniform(job, decisions)
     if uniform and not tables:
@@ -352,17 +351,16 @@ def _no_uniform_plan(job: Job) -> NoUniformPlanError:
 
 
 def ranks_all(job: Job) -> bool:
-    """Whether the simulator must rank the plans of all configurations: where processes share cores
-    (`Profile.busy_speeds`).
+    """Return whether the simulator must rank the plans of all configurations.
 
-    The closed form of the search takes all processes to be busy at all times, so that it ranks configurations of unlike
-    numbers of stages wrongly there.
+    It must if processes share cores (`Profile.busy_speeds`), because the closed form of the search assumes that all
+    processes are always busy and then misranks configurations with different numbers of stages.
     """
     return not job.is_mixed and shares_cores(job)
 
 
 def _alternative(job: Job, other: Accepted, best: PlanCost) -> Alternative:
-    """A plan that was simulated and takes longer than the best one."""
+    """Return the alternative for a simulated plan that is slower than the best one."""
     plan, cost, is_settled = other.plan, other.cost, other.outcome.result.status == "optimal"
     slower = f"{cost.step_time_s / best.step_time_s - 1:.1%} slower: {summarise(plan)}"
     pools = [pool.name for pool in plan.stage_pools()] if job.is_mixed else []
@@ -377,9 +375,9 @@ def _alternative(job: Job, other: Accepted, best: PlanCost) -> Alternative:
 
 
 def _not_simulated(job: Job, found: Acceptance) -> list[Alternative]:
-    """The configurations whose plans were not simulated, and those without a plan, with the reason of the search.
+    """Return the configurations whose plans were not simulated, and those without a plan, with the search's reason.
 
-    Bytes that are missing are those of a device, the allocator's slack included.
+    Missing bytes are per device, including the allocator's slack.
     """
     chosen_s, told = found.ranked[0].outcome.score_s, []
     for each in found.ranked[found.num_simulated :]:
@@ -398,8 +396,10 @@ def _not_simulated(job: Job, found: Acceptance) -> list[Alternative]:
 
 
 def _why_unmeasured(job: Job, outcome: ConfigOutcome) -> str:
-    """Why some layer has no strategy in a configuration though its type allows some: the profile's times do not
-    reach."""
+    """Return the reason why the profile's times leave some layer type without a strategy in a configuration.
+
+    Empty if the profile is not the cause.
+    """
     config = JobConfig(job=job, pipeline=outcome.pipeline)
     for layer_type in job.chain.layer_types if job.profile.identity.is_measured else ():
         if all(refusal(layer_type, each, config) for each in outcome.tables.strategies):
@@ -411,7 +411,7 @@ def _why_unmeasured(job: Job, outcome: ConfigOutcome) -> str:
 
 
 def states_bytes(job: Job) -> int:
-    """Bytes of parameters, gradients and optimizer states of the whole model on devices, however they are divided."""
+    """Total bytes of parameters, gradients and optimizer states on devices, however they are sharded."""
     if job.effects.parameters_on_host:
         return 0
     found, of_one, states = 0.0, job.by_group[0], job.execution.states
@@ -429,7 +429,7 @@ def states_bytes(job: Job) -> int:
 
 
 def device_bytes(job: Job, tensor_bytes: int) -> int:
-    """Bytes that a device needs to hold these bytes of tensors: with the allocator's slack."""
+    """Device memory in bytes that these bytes of tensors need, including the allocator's slack."""
     return math.ceil(tensor_bytes * job.budget_bytes / usable_bytes(job))
 
 

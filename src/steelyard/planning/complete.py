@@ -1,10 +1,10 @@
-"""From a request to its finished plan: searched, compared with baselines, with other plans that it carries along.
+"""Completion of a request: a plan that is searched, compared with baselines, and carries fallbacks and next best plans.
 
-`find_plan` and the command line answer a request by `complete`, so that both get the same plan. A plan carries plans of
-less memory, to go on with where memory runs out, and the next best ones, to measure beside it. Where a baseline turns
-out faster, because a time limit ended the search of the whole space or the simulator ranks plans otherwise than the
-search, the plan becomes that baseline. In the end it is the simplest of those that are little slower
-(`steelyard.planning.simple`).
+`find_plan` and the command line both answer a request by `complete` and so return the same plan. A plan carries
+fallbacks of less memory, with which a run continues if memory runs out, and the next best plans, to be measured
+alongside it. If a baseline is faster, because a time limit ended the search of the whole space or the simulator ranks
+plans differently from the search, the plan becomes that baseline. Finally, it becomes the simplest of the plans that
+are only slightly slower (`steelyard.planning.simple`).
 """
 
 import json
@@ -68,24 +68,24 @@ from steelyard.precision import Precision
 from steelyard.units import format_bytes, format_seconds
 
 ENGINE_LIMIT_S = 1.0
-"""Seconds for the best plan of another engine where only the line that names the fastest ones asks for it."""
+"""Seconds for the best plan of another engine if only the line that names the fastest engines needs it."""
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
-"""Of the predicted memory of the plan: what each fallback may take at most."""
+"""Maximum memory of each fallback, as a fraction of the plan's predicted memory."""
 LEVER_LIMIT_S = 1.0
 """Seconds for the best plan with a value of a lever that is left to the search."""
 MOST_LARGER = 3
-"""Larger clusters that are tried to find one on which such a lever is not needed."""
+"""Number of larger clusters that are tried to find one that does not need such a lever."""
 CONFIG_LIMIT_S = 5.0
-"""Seconds for the best plan of one configuration more."""
+"""Seconds for the best plan of one more configuration."""
 ROUNDING_BYTES = 2
-"""What is lost where the bytes of a device become those that tensors may fill."""
+"""Bytes lost to rounding when the bytes of a device are converted to bytes of tensors."""
 
 
 def with_fallbacks(plan: Plan, study: Study, *, num_fallbacks: int) -> Plan:
-    """The plan with up to ``num_fallbacks`` others in it, each a fast one within a share of the memory of the plan.
+    """Return the plan with up to ``num_fallbacks`` fallbacks, each a fast plan within a fraction of the plan's memory.
 
-    They save a run from ending and are not to train with, so that no search goes to the end. Where nothing fits into a
-    share, the last is the plan of least memory.
+    Fallbacks keep a run from ending and are not the first choice for training, so no search for one goes to the end.
+    If nothing fits into a fraction, the last fallback is the plan of minimum memory.
     """
     if num_fallbacks < 1 or plan.prediction is None:
         return plan
@@ -107,11 +107,11 @@ def with_fallbacks(plan: Plan, study: Study, *, num_fallbacks: int) -> Plan:
 
 
 def with_next_best(result: PlanningResult, *, num_plans: int, uniform: bool = False) -> PlanningResult:
-    """The result whose plan has up to ``num_plans`` others in it, each the best found of its configuration, fastest
+    """Return the result with up to ``num_plans`` next best plans, each the best found of its configuration, fastest
     first.
 
-    Those that the search found, then of the configurations that it left unsolved the most promising: those with the
-    lowest bounds. ``uniform`` as of `accept`.
+    The plans that the search found come before those of the most promising configurations that it left unsolved, the
+    ones with the smallest lower bounds. ``uniform`` is as in `accept`.
     """
     if result.plan is None:
         return result
@@ -129,14 +129,14 @@ def with_next_best(result: PlanningResult, *, num_plans: int, uniform: bool = Fa
 
 
 def _quickly_within(study: Study, budget_bytes: int) -> PlanningResult:
-    """A fast plan within a budget, found by a search that does not go to the end."""
+    """Return a fast plan within a budget, from a search that does not go to the end."""
     result = study.plan(within("", budget_bytes), top=1, to_the_end=False)
     assert not isinstance(result, str), "another budget leaves the decisions as they are"
     return result
 
 
 def is_module(value: object) -> bool:
-    """Return whether a value is a ``torch.nn.Module``; imports no torch to know it."""
+    """Return whether a value is a ``torch.nn.Module``, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
@@ -163,31 +163,32 @@ def find_plan(
 ) -> Plan:
     """Return the simplest plan to train a model on a cluster that is at most 1 % slower than the fastest that fits.
 
-    It is the plan that ``steelyard plan -o`` writes. ``simplify`` is that share as a fraction; 0 returns the fastest.
+    It is the plan that ``steelyard plan -o`` writes. ``simplify`` is the fraction that it may be slower (default 0.01);
+    0 returns the fastest plan.
 
-    ``config`` is a packaged model's name or hub id, the path of a ``config.json``, or its content; ``cluster`` as in
-    ``8x8xh100-80gb``, several of these joined by a plus, or a YAML file's path; ``memory`` per device as in ``20GiB``
-    or in bytes, else all it has, of which ``memory_margin`` is left free where a plan fits so (of a GPU 0.05);
-    ``profile`` a measured profile (its path or value; of several pools one by the name of each), else the model is
-    traced and the catalogue's rates are used, scaled by the median of measured runs (``calibration``).
+    ``config`` is the name or hub ID of a packaged model, the path of a ``config.json``, or its content. ``cluster`` is
+    a name like ``8x8xh100-80gb``, several of these joined by ``+``, or the path of a YAML file. ``memory`` is the
+    memory per device, in bytes or as in ``20GiB`` (default: all of it). The fraction ``memory_margin`` of it is left
+    free if a plan fits that way (default: 0.05 of a GPU, 0 with ``memory``). ``profile`` is a measured profile, by path
+    or value, or one per pool by name. Without it, the model is traced and priced by the catalogue's rates. Times are
+    scaled by the median of the measured runs in ``calibration``.
 
-    Or ``config`` is any ``torch.nn.Module`` with lists of blocks (docs/how-to/your-own-model.md). ``sample`` is then
-    what is read for two samples or more, the dim of samples first: the module's inputs (a tensor, a tuple, or a
-    dictionary by name), and with ``loss``, a function of the module's outputs and of targets, a pair of inputs and
-    targets. Without it the module returns its loss. ``blocks`` names the lists that hold the blocks, where they are not
-    found.
-    A `peft.PeftModel` is its base with the lever that its adapters are.
+    ``config`` can also be any ``torch.nn.Module`` with lists of blocks (docs/how-to/your-own-model.md). ``sample`` is
+    then a batch of two or more samples, with the batch dimension first: the module's inputs (a tensor, a tuple, or a
+    dictionary by name). With ``loss``, a function of the module's outputs and of targets, ``sample`` is a pair of
+    inputs and targets. Without ``loss``, the module returns its loss. ``blocks`` names the lists of blocks if they are
+    not found. A `peft.PeftModel` becomes its base model and the lever for its adapters.
 
-    ``seq_len`` may be left out where there is one length alone: of an image, or of your own module's sample.
+    ``seq_len`` may be omitted if only one length is possible: that of an image or of your own module's sample.
 
-    ``freeze`` names what is not trained: modules or parameters by their path as ``named_parameters`` spells it, ``*``
-    and the like as in a shell. What a module of your own has without gradients is not trained either.
+    ``freeze`` names the modules or parameters that are not trained, by their paths in ``named_parameters``, with shell
+    wildcards such as ``*``. Parameters of your own module without gradients are not trained either.
 
     ``imbalance`` is the load of the busiest expert rank relative to the mean, which training reports. ``decisions``
-    takes choices away from the search. ``levers`` are what is changed beside strategies, as the options of ``steelyard
-    plan`` say it: ``{"optimizer": "adamw-8bit"}``, or ``{"offload": "auto"}`` for the fastest value.
+    restricts the search. ``levers`` are changes alongside strategies, written like the options of ``steelyard plan``:
+    ``{"optimizer": "adamw-8bit"}``, or ``{"offload": "auto"}`` for the fastest value.
 
-    Raises `NothingFitsError` naming the nearest miss where no plan fits, and another `UserError` for a wrong argument.
+    Raises `NothingFitsError` with the nearest miss if no plan fits, and another `UserError` for a wrong argument.
     """
     own = None
     changed = import_module("steelyard.modules.levers").changed_by_user(config) if is_module(config) else None
@@ -226,7 +227,10 @@ def find_plan(
 
 
 def _as_levers(changed: tuple[Any, Mapping[str, str]], levers: Mapping[str, str]) -> tuple[ModelChain, dict[str, str]]:
-    """The chain of a model that its user has changed, and all levers; raises `UserError` for one that is said twice."""
+    """Return the chain of a model that its user has changed, and all levers.
+
+    Raises `UserError` if a lever is given twice.
+    """
     model, own = changed
     for name in levers.keys() & own:
         raise UserError(
@@ -240,10 +244,10 @@ def _as_levers(changed: tuple[Any, Mapping[str, str]], levers: Mapping[str, str]
 
 
 def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> PlanningResult:
-    """Return the finished plan of a request, or the nearest miss; raises `UserError` for pins that nothing meets.
+    """Return the finished plan of a request, or the nearest miss.
 
-    The plan is compared with baselines, and has the next best plans, those of less memory, and what the whole training
-    takes in it, as far as the request asks for them. Levers left to the search are chosen first.
+    The plan is compared with baselines. It carries next best plans, fallbacks and the cost of the whole training if the
+    request asks for them. Levers left to the search are chosen first. Raises `UserError` if no plan meets the pins.
     """
     if request.searched:
         chosen, why = _with_levers_chosen(request, progress)
@@ -267,10 +271,10 @@ def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> Pl
 
 
 def _with_levers_chosen(request: PlanRequest, progress: Progress) -> tuple[PlanRequest, str]:
-    """The request with the values of its searched levers under which it is fastest, and why in a line.
+    """Return the request with the fastest values of its searched levers, and the reason in one line.
 
-    Of those at most as much slower as a simpler plan may be the first, since values that change less come first. The
-    next larger cluster that needs none stands beside it.
+    Among values within the slowdown allowed for simpler plans, the first is chosen, because values that change less
+    come first. The line also names the next larger cluster that fits without the lever.
     """
     plain, found, refused = replace(request, searched=()), list[tuple[float, str, PlanRequest]](), list[str]()
     for words in product(*(LEVERS[name].values for name in request.searched)):
@@ -312,10 +316,10 @@ def engine_answers(
     limit_s: float | None = None,
     progress: Progress = lambda _: None,
 ) -> tuple[ComparedBaseline, ...]:
-    """Return the best plan of every other engine beside the plan of a result, the fastest first.
+    """Return the best plan of every other engine, compared with the plan of a result, fastest first.
 
-    Of no more stages than usual, as of the request's own engine, where others gain too little.
-    ``limit_s`` is what the search for each may take, else that of the request.
+    These plans have no more stages than usual, as for the request's own engine, unless more stages gain enough.
+    ``limit_s`` is the time limit of each search in seconds (default: that of the request).
     """
     if result.plan is None or result.job.is_mixed:
         return ()
@@ -329,7 +333,7 @@ def engine_answers(
 
 
 def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:
-    """The result under the request's objective, with notes of what was tried on the way."""
+    """Return the result under the request's objective, with notes on what was tried."""
     if request.seq_len is None:
         longest = longest_sequence(request, progress=progress)
         return replace(longest.result, notes=tuple(longest.lines("{} tokens")))
@@ -387,7 +391,7 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
 def _compared(
     result: PlanningResult, solved: PlanRequest, progress: Progress
 ) -> tuple[PlanningResult, Sequence[Answer], Study]:
-    """The result with the fastest plan of its own and of the baselines, these, and the study that they come from."""
+    """Return the result with the fastest of its own plan and the baselines, the baselines, and their study."""
     assert result.plan is not None, "compared where there is a plan"
     study = Study(solved, result.job, tables=result.bounded_tables)
     found = study.of(result.plan, result.plan.step_s, peak_bytes(result.plan))
@@ -396,8 +400,10 @@ def _compared(
 
 
 def _compared_with_groups(result: PlanningResult, request: PlanRequest) -> PlanningResult:
-    """The result over several device groups beside the best plans on one of them, one of which it is if that is
-    faster and has what was decided: a plan may leave devices out."""
+    """Return the result over several device groups, compared with the best plan on each group alone.
+
+    One of those becomes the result if it is faster and meets the decisions, because a plan may leave devices out.
+    """
     job = result.job
     answers, allowed = group_answers(Study(request, job)), [Answer(name="none")]
     for each in answers:
@@ -409,10 +415,10 @@ def _compared_with_groups(result: PlanningResult, request: PlanRequest) -> Plann
 
 
 def _at_least_as_fast(result: PlanningResult, best: Answer) -> Plan:
-    """The plan of a result, or the best answer to a restriction of its request if that is faster: it is as allowed.
+    """Return the plan of a result, or the best answer to a restriction of its request if that is faster.
 
-    So it is where a time limit or an open gap let the search of the whole space end before, or where the simulator
-    ranks plans otherwise than the search's closed form.
+    A restricted plan can be faster if a time limit or an open gap ended the search of the whole space early, or if the
+    simulator ranks plans differently from the search's closed form.
     """
     plan, job = result.plan, result.job
     assert plan is not None, "compared where there is a plan"
@@ -434,12 +440,12 @@ def _at_least_as_fast(result: PlanningResult, best: Answer) -> Plan:
 
 
 def _with_baselines(plan: Plan, baselines: Sequence[ComparedBaseline]) -> Plan:
-    """The plan with these baselines as the baselines of its prediction."""
+    """Return the plan with these baselines in its prediction."""
     found = tuple(Baseline(**{name: getattr(each, name) for name in Baseline.model_fields}) for each in baselines)
     return _with_prediction(plan, baselines=found)
 
 
 def _with_prediction(plan: Plan, **changes: object) -> Plan:
-    """The plan with these fields of its prediction changed."""
+    """Return the plan with these fields of its prediction changed."""
     assert plan.prediction is not None, "what was searched is priced"
     return plan.model_copy(update={"prediction": plan.prediction.model_copy(update=changes)})

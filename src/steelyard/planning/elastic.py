@@ -1,18 +1,18 @@
-"""The plan for what is left of a cluster, or has come back, and what a slow rank of a run costs.
+"""Replanning for the devices that are left or have come back, and the cost of a slow rank.
 
-**Left of a cluster** (`replan`): the same search for the same job on other devices. Model, global batch, sequence
-length, memory per device and the source of all costs stay. Hosts may have lost devices unequally while a plan is for
-equal nodes, so a candidate takes as many devices from each of as many hosts as have them. The fastest candidate wins
-of those with at least half of the devices of the largest that has a plan: five devices often have a plan that is slower
-than that of four. What was asked of the plan is kept where any candidate can have it. A search that a run waits for is
-not taken to the end. Of a plan over pools of unlike devices every host says of which pool it is; a candidate takes so
-much of each pool that has hosts, and the search over pools decides which of these take part and in which order.
+**Replanning** (`replan`) repeats the search for the same job on other devices. The model, global batch, sequence
+length, memory per device and the source of all costs stay. Hosts may have lost different numbers of devices, but a plan
+needs equal nodes, so a candidate takes the same number of devices from each of several hosts. The fastest candidate
+with at least half of the devices of the largest one that has a plan wins, because a plan on five devices is often
+slower than one on four. The user's decisions are kept if any candidate can meet them. A search that a run waits for
+does not go to the end. For a plan over pools of different devices, every host names its pool. A candidate then takes a
+part of each pool that has hosts, and the search over pools decides which pools take part and in which order.
 
-**A slow rank** (`slow_nodes`) holds up its stage, so its factor scales what the stage computes in every pass of the
-simulated step. Compared are going on, the best plan without its node, and a plan that is cut for it: its node as a pool
-of its own, all of which is taken to be as slow as the rank, because nobody measured which stages the other ranks of the
-node could have had. The search takes the node's collectives to be as slow as well (one factor scales all times of a
-pool), the price of what it finds does not, so that a plan that is better still may exist.
+**A slow rank** (`slow_nodes`) delays its stage, so its factor scales the computation of the stage in every pass of the
+simulated step. Three options are compared: continuing, the best plan without the rank's node, and a plan that is cut
+for it. The cut treats the node as a separate pool that is as slow as the rank, because nobody measured which stages the
+other ranks of the node could hold. The search also slows the node's collectives (one factor scales all times of a
+pool), but the simulation of its result does not, so a better plan may exist.
 """
 
 import itertools
@@ -40,25 +40,25 @@ from steelyard.profiles.record import SLOW_SHARE, OwnWork, RunRecord, SlowRank, 
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 MOST_S = 1.0
-"""Seconds within which other candidates are searched once a plan is found. No time limit cuts a search short: what it
-finds would depend on what else the machine does."""
+"""Seconds within which other candidates are searched once a plan is found. No time limit cuts a search short, because
+its result would depend on the load of the machine."""
 LEAST_SHARE = 0.5
-"""Of the devices of the largest candidate that has a plan, what a candidate must have."""
+"""Minimum size of a candidate, as a fraction of the devices of the largest candidate that has a plan."""
 MOST_SHAPES = 4
-"""Parts of a pool that are tried, the largest ones."""
+"""Number of parts of a pool that are tried, largest first."""
 Shape = tuple[int, int]
-"""Nodes, and the devices of each."""
+"""Number of nodes, and devices per node."""
 Left = Mapping[str, Sequence[int]]
-"""The devices of each host that is left, by the names of the pools of a plan."""
+"""Devices of each host that is left, by the names of the pools of a plan."""
 
 
 def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] = ()) -> Replanned:
-    """The plan for hosts with so many processes each, and which of them take part.
+    """Return the plan for hosts with these numbers of processes, and the processes that take part.
 
-    ``folder`` is that of the plan's file, beside which its profile may lie; ``pools`` names the pool of each host for a
-    plan over several. The plan itself where it has its devices, or else one that is searched. Raises
-    `NothingFitsError` where no part of the devices has a plan, and another `UserError` where the plan's costs are not
-    at hand or a host is of none of its pools.
+    The result is the plan itself if all its devices are there, and otherwise a searched plan. ``folder`` is the folder
+    of the plan's file, where its profile may be too. ``pools`` names the pool of each host for a plan over several
+    pools. Raises `NothingFitsError` if no part of the devices has a plan, and another `UserError` if the plan's costs
+    are not available or a host belongs to none of its pools.
     """
     for pool in pools or [""] * len(hosts):
         check_pool(plan, pool)
@@ -94,12 +94,12 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] 
 
 
 def _sizes(plan: Plan) -> dict[str, int]:
-    """The devices of each pool of a plan by its name: of the cluster, where there is one pool."""
+    """Return the number of devices of each pool of a plan by name. A single pool has the name of the cluster."""
     return {pool.name: pool.num_devices for pool in plan.pools()} if plan.is_mixed else {plan.cluster: plan.num_devices}
 
 
 def _in_order(pools: Sequence[str], names: Sequence[str]) -> tuple[int, ...]:
-    """The places of hosts of these pools, pool by pool as they are named, those of others last."""
+    """Return the indices of hosts, pool by pool in the order of ``names``, hosts of other pools last."""
     places = {name: place for place, name in enumerate(names)}
     return tuple(sorted(range(len(pools)), key=lambda host: places.get(pools[host], len(places))))
 
@@ -107,10 +107,10 @@ def _in_order(pools: Sequence[str], names: Sequence[str]) -> tuple[int, ...]:
 def fastest_on(
     request: PlanRequest, job: Job, left: Left, *, to_the_end: bool = True
 ) -> tuple[Plan, dict[str, Shape]] | None:
-    """The fastest plan on a part of what is ``left`` of each pool of a job, and what it takes of each in their order.
+    """Return the fastest plan on parts of the devices ``left`` in each pool, and the shape of each part in plan order.
 
-    Once there is a plan a part is searched that has devices enough, as long as a search like those before ends within
-    `MOST_S`. ``to_the_end`` as in `plan_job`.
+    Once there is a plan, other parts are searched if they have enough devices and a search as slow as the slowest so
+    far would end within `MOST_S`. ``to_the_end`` is as in `plan_job`.
     """
     began_s, slowest_s, known_s = time.monotonic(), 0.0, math.inf
     groups = {name: job.only([name]) if job.is_mixed else job for name, hosts in left.items() if hosts}
@@ -129,7 +129,7 @@ def fastest_on(
             used = [names[pool.name] for pool in result.plan.pools()]
             found.append((result.plan, {name: shapes[name] for name in used}))
             searched_s = max((each.score_s for each in result.search.ranked[:1]), default=0.0)
-            known_s = min(known_s, max(searched_s, result.plan.step_s))  # the others are held against these sums
+            known_s = min(known_s, max(searched_s, result.plan.step_s))  # the other candidates must beat it
     return min(found, key=lambda each: each[0].step_s) if found else None
 
 
@@ -138,7 +138,7 @@ def _num_devices(shapes: Mapping[str, Shape]) -> int:
 
 
 def _joint_shapes(groups: Mapping[str, Job], left: Left, *, is_mixed: bool) -> list[dict[str, Shape]]:
-    """What may be taken of every pool that has hosts, the most devices first."""
+    """Return the candidate shapes of every pool that has hosts, the most devices first."""
     if not is_mixed:
         return [{name: shape} for name, job in groups.items() for shape in _shapes(left[name], job)]
     shapes = [list(_parts(left[name], job))[:MOST_SHAPES] for name, job in groups.items()]
@@ -147,14 +147,14 @@ def _joint_shapes(groups: Mapping[str, Job], left: Left, *, is_mixed: bool) -> l
 
 
 def _shapes(hosts: Sequence[int], job: Job) -> Iterator[Shape]:
-    """Nodes and devices of each, the most devices first, where the first host takes part."""
+    """Yield the shapes in which the first host takes part, the most devices first."""
     yield from _parts(hosts if job.cluster.num_nodes == 1 else [min(each, hosts[0]) for each in hosts], job)
 
 
 def _parts(hosts: Sequence[int], job: Job) -> Iterator[Shape]:
-    """Nodes and devices of each, the most devices first.
+    """Yield the shapes that these hosts can form, the most devices first.
 
-    A cluster of one node has no link between nodes, so that all devices count as those of one.
+    A cluster of one node has no link between nodes, so all its devices count as one node.
     """
     if job.cluster.num_nodes == 1:
         yield from ((1, count) for count in range(sum(hosts), 0, -1))
@@ -165,7 +165,7 @@ def _parts(hosts: Sequence[int], job: Job) -> Iterator[Shape]:
 
 
 def _taken(hosts: Sequence[int], shape: Shape, *, has_hosts: bool) -> tuple[int, ...]:
-    """Of each host the processes that take part: of one node's devices as many as there are, else equal parts."""
+    """Return the number of processes of each host that take part: equal numbers, or any for a pool of one node."""
     nodes, per_node = shape
     taken: list[int] = []
     for size in hosts:
@@ -175,7 +175,7 @@ def _taken(hosts: Sequence[int], shape: Shape, *, has_hosts: bool) -> tuple[int,
 
 
 def _notice(plan: Plan, found: Plan, given_up: Sequence[str]) -> str:
-    """What the new plan costs."""
+    """Describe the change from a plan to the new one, with its cost."""
     cost = ""
     if plan.prediction is not None:
         cost = f", predicted {format_seconds(plan.prediction.step_time_s)} → {format_seconds(found.step_s)} a step"
@@ -187,9 +187,9 @@ def _notice(plan: Plan, found: Plan, given_up: Sequence[str]) -> str:
 
 
 def left_without(job: Job, name: str) -> dict[str, tuple[int, ...]]:
-    """The devices of each node that is left of each pool of a job when one of a pool loses a node.
+    """Return the devices per node that are left in each pool of a job if the pool ``name`` loses a node.
 
-    Where that pool is one node, it loses a device. Empty where nothing is left.
+    A pool of one node loses a device instead. Empty if nothing is left.
     """
     left = {}
     for cluster in (group.cluster for group in job.groups):
@@ -201,7 +201,7 @@ def left_without(job: Job, name: str) -> dict[str, tuple[int, ...]]:
 
 
 def check_pool(plan: Plan, pool: str) -> None:
-    """Raises `UserError` where a host does not say of which pool of a plan it is, or a plan has no pools to name."""
+    """Raise `UserError` if a host of a plan over pools does not name one of them, or a plan without pools gets one."""
     names = plan.cluster.split("+") if plan.is_mixed else [""]
     if pool not in names:
         raise UserError(
@@ -213,8 +213,7 @@ def check_pool(plan: Plan, pool: str) -> None:
 
 
 def check_replannable(plan: Plan, folder: Path, pool: str = "") -> None:
-    """Raises `UserError` for a plan for which none could be found for what is left: its costs are not at hand, or this
-    host is not of its ``pool``."""
+    """Raise `UserError` if a plan cannot be replanned: its costs are not available, or it has no such ``pool``."""
     check_pool(plan, pool)
     try:
         job_of(request_of_plan(plan, folder=folder))
@@ -223,14 +222,14 @@ def check_replannable(plan: Plan, folder: Path, pool: str = "") -> None:
 
 
 RECUT_S = 10.0
-"""Seconds that the search of a plan with a slow node may take."""
+"""Time limit in seconds of the search for a plan with a slow node."""
 
 
 def slow_nodes(plan: Plan, request: PlanRequest, job: Job, path: str | Path) -> tuple[SlowNode, ...]:
-    """Every rank that was slow in a recorded run of the plan, and the best plan without its node; none of an even run.
+    """Return every slow rank of a recorded run of the plan, with the best plan without its node.
 
-    Raises `InvalidRunError` for a record that cannot be read, is of another plan, or was written before ranks' own
-    computation was measured.
+    Empty if no rank was slow. Raises `InvalidRunError` if the record cannot be read, is of another plan, or was written
+    before the computation of each rank was measured.
     """
     record = parse_file(Path(path), RunRecord, InvalidRunError, what="record")
     return tuple(_slow_node(plan, request, job, slow) for slow in _slow_ranks(plan, record, Path(path)))
@@ -284,10 +283,11 @@ def _slow_node(plan: Plan, request: PlanRequest, job: Job, slow: SlowRank) -> Sl
 
 
 def _cut_for(plan: Plan, request: PlanRequest, job: Job, slow: SlowRank) -> Recut | None:
-    """The best plan found with the node of a slow rank as a pool of its own; of one node the devices of its stage.
+    """Return the best plan found with the node of a slow rank as a separate pool.
 
-    None where that pool would be all there is, with a measured profile and with pins, which several pools do not take,
-    and where the best plan found leaves that pool out or takes it alone.
+    In a cluster of one node, the pool has as many devices as the rank's stage, at most half. None if that pool would be
+    the whole cluster, with a measured profile, pins or a partition, which several pools do not support, and if the best
+    plan found omits that pool or uses it alone.
     """
     decisions = request.decisions
     own = job.only([slow.pool]) if slow.pool else job
@@ -316,7 +316,7 @@ def _cut_for(plan: Plan, request: PlanRequest, job: Job, slow: SlowRank) -> Recu
 
 
 def _parted(plan: Plan, cluster: Cluster, slow: SlowRank) -> tuple[Cluster, Cluster]:
-    """A slow rank's pool without its node, and that node; of one node its devices."""
+    """Split a slow rank's pool into the rest and the rank's node, or some devices if the pool is one node."""
     if cluster.num_nodes > 1:
         shapes = (cluster.num_nodes - 1, cluster.devices_per_node), (1, cluster.devices_per_node)
     else:

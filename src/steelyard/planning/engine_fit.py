@@ -1,7 +1,7 @@
-"""The best plan that another engine can run in the place of one that it cannot, or that it runs in its own way.
+"""The best plan for another engine that cannot run the wanted plan, or runs it in its own way.
 
-It is searched like any plan for that engine. What the user asked of the plan is given up last, one decision if that is
-enough, and named with the reason: the engine has nothing of the kind, or nothing fits with it.
+It is searched like any plan for that engine. The user's decisions are given up last, only one of them if that is
+enough. Each is named with the reason: the engine does not support it, or nothing fits with it.
 """
 
 from collections.abc import Mapping
@@ -21,34 +21,35 @@ from steelyard.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedPlan:
-    """A plan that an engine can run, beside the plan that was wanted."""
+    """A plan that an engine can run, compared with the wanted plan."""
 
     plan: Plan
-    """Priced as the engine runs it."""
+    """Plan that the engine can run, priced for this engine."""
     reasons: tuple[str, ...]
-    """What of the wanted plan the engine cannot express; empty where it can express all of it."""
+    """Features of the wanted plan that the engine cannot express; empty if it can express all."""
     wanted_step_s: float | None
-    """Predicted for the wanted plan in this project's runtime; None where nothing was priced."""
+    """Predicted step time of the wanted plan in this project's runtime; None if nothing was priced."""
     kept: tuple[str, ...] = ()
-    """What the user asked for and gets."""
+    """Decisions of the user that are kept."""
     given_up: tuple[str, ...] = ()
-    """What the user asked for and does not get, each with the reason."""
+    """Decisions of the user that are given up, each with the reason."""
     is_wanted: bool = False
     """Whether ``plan`` is the wanted plan."""
 
     @property
     def slowdown(self) -> float | None:
-        """Step time over that of the wanted plan, minus one; None where nothing was priced."""
+        """Slowdown relative to the wanted plan (0.1 is 10 % slower); None if nothing was priced."""
         if self.wanted_step_s is None or self.plan.prediction is None:
             return None
         return self.plan.prediction.step_time_s / self.wanted_step_s - 1
 
 
 def fit_plan(plan: Plan, job: Job, engine: Engine) -> FittedPlan:
-    """Return the fastest plan that fits and that an engine can run, as it runs it.
+    """Return the fastest plan that fits and that an engine can run, priced for this engine.
 
-    ``job`` is that of our own runtime. The plan itself is returned if none is faster, and always if it was written by
-    hand. Raises `NothingFitsError` naming the nearest miss, and `NoUniformPlanError` where no plan is legal at all.
+    ``job`` is the job for our own runtime. The plan itself is returned if none is faster, and always if it was written
+    by hand. Raises `NothingFitsError` with the nearest miss if nothing fits, and `NoUniformPlanError` if no plan is
+    legal at all.
     """
     theirs = job_under(job, engine)
     wanted, reasons = with_price(plan, job), unsupported(plan, theirs.engine.capabilities)
@@ -71,11 +72,11 @@ def fit_plan(plan: Plan, job: Job, engine: Engine) -> FittedPlan:
 
 
 Kept = tuple[tuple[str, ...], tuple[str, ...], Plan]
-"""The texts of the decisions that are kept, what was given up with the reasons, and the best plan."""
+"""Decisions that are kept, decisions that were given up with the reasons, and the best plan."""
 
 
 def _best_under(job: Job, demands: Mapping[str, Decisions]) -> Kept:
-    """The best plan under as many decisions as can be kept; raises as `fit_plan`."""
+    """Return the best plan under as many decisions as can be kept. Raises as `fit_plan`."""
     try:
         return tuple(demands), (), _best(job, demands)
     except (NothingFitsError, NoUniformPlanError) as error:
@@ -110,7 +111,7 @@ def _is_possible(job: Job, demand: Decisions) -> bool:
 
 
 def _best(job: Job, demands: Mapping[str, Decisions]) -> Plan:
-    """The best plan under all these decisions; raises as `fit_plan`."""
+    """Return the best plan under all these decisions. Raises as `fit_plan`."""
     result = plan_job(job, FREE.with_also(*demands.values()))
     if result.plan is None:
         raise _nothing_fits(result)
@@ -118,7 +119,7 @@ def _best(job: Job, demands: Mapping[str, Decisions]) -> Plan:
 
 
 def _nothing_fits(result: PlanningResult) -> NothingFitsError:
-    """By how much the nearest plan of one strategy misses."""
+    """Build the error that says by how many bytes the nearest plan of one strategy misses."""
     job, miss = result.job, result.miss
     missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes if miss else 0
     nearest = f": the nearest one misses {format_bytes(missing)} ({missing} bytes)" if miss else ""

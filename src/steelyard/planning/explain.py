@@ -1,8 +1,8 @@
-"""Why a plan and not another: what binds, the best baseline under every restriction, and what memory is worth.
+"""Explanation of a plan: its bottleneck, the best baseline under every restriction, and the value of memory.
 
-`explain_plan` is what `explain` shows. `search_for_report` adds the frontier of time against memory. Where the report
-has a limit of time, every search has a share of it (`SEARCH_SHARE`) and gives the best plan that it has found by then,
-which for most models is the proven best. What there was no time for is named.
+`explain_plan` is the result that `explain` shows. `search_for_report` adds the frontier of time against memory. If the
+report has a time limit, every search gets a share of it (`SEARCH_SHARE`) and returns the best plan found by then, which
+for most models is proven optimal. Searches for which there was no time are named.
 """
 
 import math
@@ -42,7 +42,7 @@ from steelyard.search.reasons import strategy_verdicts
 from steelyard.units import GIB, format_bytes, format_seconds
 
 SMALL_BUDGET_BYTES = 16 * GIB
-"""Below this a sixteenth of the budget takes the place of one GiB."""
+"""Budget below which a sixteenth of it replaces the change of one GiB."""
 BUDGETS = "more and less memory"
 UNLIMITED = "unlimited memory"
 
@@ -54,7 +54,7 @@ def explain_plan(
     everything: bool = False,
     progress: Progress = lambda _: None,
 ) -> Explanation:
-    """Return what binds a plan and what its baselines cost, searched among all that a study's request allows.
+    """Return the bottleneck of a plan and the costs of its baselines, searched within a study's request.
 
     ``everything`` adds the configurations that were never searched and a verdict on every strategy of the plan's
     configuration.
@@ -72,7 +72,7 @@ def explain_plan(
 
 
 def explain_pools(plan: Plan, study: Study) -> Explanation:
-    """Return what a plan over several pools gains over each of them alone, and over even cuts."""
+    """Return the gain of a plan over several pools, compared with each pool alone and with even cuts."""
     step_s = predict(plan, study.job).step_time_s
     return Explanation(binds="", rivals=tuple(each.beside(step_s) for each in group_answers(study)))
 
@@ -80,7 +80,7 @@ def explain_pools(plan: Plan, study: Study) -> Explanation:
 def what_was_searched(
     study: Study, priced: Plan, deadline: float = math.inf, *, progress: Progress = lambda _: None
 ) -> tuple[Explanation, tuple[str, ...]]:
-    """Return what binds a priced plan and its baselines, and the names of those for which there was no time.
+    """Return the bottleneck of a priced plan with its baselines, and the names of those for which there was no time.
 
     ``deadline`` is a `time.process_time` value.
     """
@@ -105,7 +105,7 @@ def what_was_searched(
 
 
 def plan_verdicts(plan: Plan, job: Job, decisions: Decisions) -> tuple[StrategyVerdict, ...]:
-    """What became of every strategy of the tree in the pipeline configuration of a plan."""
+    """Return the verdict on every strategy of the tree in the pipeline configuration of a plan."""
     config = JobConfig(job=job, pipeline=plan.pipeline)
     tables = build_tables(config, stage_strategies(job, config.devices_per_stage, decisions))
 
@@ -116,7 +116,8 @@ def plan_verdicts(plan: Plan, job: Job, decisions: Decisions) -> tuple[StrategyV
 
 
 def other_budgets(job: Job) -> tuple[Variant, ...]:
-    """Return the variants of a GiB per device more and less, or a sixteenth of a small budget, and without margin."""
+    """Return the variants with one GiB per device more and less (a sixteenth of a small budget), and with the reserved
+    memory added."""
     budget = job.budget_bytes
     change = GIB if budget >= SMALL_BUDGET_BYTES else budget // 16
     found = {f"{format_bytes(change)} more": budget + change, f"{format_bytes(change)} less": budget - change}
@@ -126,9 +127,9 @@ def other_budgets(job: Job) -> tuple[Variant, ...]:
 
 
 def what_binds(step_s: float, best: ComparedBaseline, free: ComparedBaseline) -> str:
-    """Return whether memory or the hardware limits a plan, in a sentence.
+    """Return one sentence that says whether memory or the hardware limits a plan.
 
-    ``step_s`` is what the plan takes, ``free`` the best plan with unlimited memory.
+    ``step_s`` is the step time of the plan, ``free`` the best plan with unlimited memory.
     """
     if best.step_time_s is None or free.step_time_s is None:
         return "Memory limits it: the search finds no plan that fits."
@@ -143,7 +144,8 @@ def what_binds(step_s: float, best: ComparedBaseline, free: ComparedBaseline) ->
 
 
 def supposed_notes(job: Job) -> tuple[str, ...]:
-    """The layer types whose tp follows from their structure, and why not from their model's own plan."""
+    """Return notes on the layer types whose tp follows from their structure, and why their model's own plan is not
+    used."""
     return tuple(
         f"How tp divides the {layer_type.name} follows from its structure: {layer_type.unread_plan}."
         for layer_type in job.chain.split.kinds
@@ -152,7 +154,7 @@ def supposed_notes(job: Job) -> tuple[str, ...]:
 
 
 def pricing_notes(plan: Plan, priced: Plan) -> tuple[str, ...]:
-    """Where the plan's own prediction is not what is computed now."""
+    """Return notes on where the plan's own prediction differs from the current one."""
     if plan.prediction is None or priced.prediction is None:
         return ()
     before, now = plan.prediction.step_time_s, priced.prediction.step_time_s
@@ -168,9 +170,9 @@ def pricing_notes(plan: Plan, priced: Plan) -> tuple[str, ...]:
 
 
 SEARCH_SHARE = 0.04
-"""Of the time, for one search."""
+"""Fraction of the time limit for one search."""
 FRONTIER_SHARE = 0.5
-"""Of the time, for the frontier: it is what most readers look for first."""
+"""Fraction of the time limit for the frontier, which most readers look at first."""
 MAX_POINTS = 10
 
 
@@ -184,12 +186,12 @@ def search_for_report(
     everywhere: bool = True,
     progress: Progress = lambda _: None,
 ) -> PlanStudy:
-    """The frontier and the baselines of a plan of this cost in all pipeline configurations, or in its own (not
-    ``everywhere``).
+    """Return the frontier and the baselines of a plan of this cost.
 
-    Without a limit of time every machine finds the same. The limit is one of this process's computing time, so that a
-    busy machine shows no less. Each search that was begun is ended, so it is overrun by up to one search; what was not
-    begun is left out and named. A limit of 0 searches nothing.
+    They are searched in all pipeline configurations, or only in the plan's own if ``everywhere`` is false. Without a
+    time limit, every machine finds the same. The limit counts the computing time of this process, so a busy machine
+    shows no less. A search that has started is finished, so the limit can be exceeded by up to one search. Searches
+    that were not started are left out and named. A limit of 0 searches nothing.
     """
     priced = with_cost(plan, job, cost)
     changed = pricing_notes(plan, priced)

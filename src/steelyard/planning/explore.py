@@ -1,8 +1,8 @@
-"""Plans solved over memory × devices × sequence length or batch, by several engines and with levers, as one value.
+"""Plans over memory × devices × sequence length or batch, for several engines and levers, as one value.
 
-A column is all memory budgets at one place of the other axes. It is searched from the most memory down: a plan that
-also fits into the next smaller budget is proven there as well, and below a budget into which nothing fits nothing does.
-Columns follow in the order of their distance from the request until the time is up; the others stay unsolved.
+A column is all memory budgets at one point of the other axes. It is searched from the largest budget down: a plan that
+also fits the next smaller budget is optimal there as well, and if nothing fits a budget, nothing fits a smaller one.
+Columns are solved in the order of their distance from the request until the time is up. The others stay unsolved.
 """
 
 import shlex
@@ -31,53 +31,53 @@ from steelyard.units import GIB, MIB, format_bytes, format_plural
 LIMIT_S = 52.0
 """Seconds of computing after which no further search begins."""
 SEARCH_S = 10.0
-"""Seconds after which one search ends with the best so far, which its certificate says."""
+"""Seconds after which one search ends with the best plan so far, as its certificate says."""
 SHARES = (0.5, 0.75, 1.0, 1.75)
-"""Budgets of a device as fractions of that of the request; an H200 has 1.76 times the memory of an H100."""
+"""Budgets per device as fractions of the request's budget. An H200 has 1.76 times the memory of an H100."""
 FACTORS = (1, 2, 4)
-"""Sequence lengths or batches as multiples of that of the request."""
+"""Sequence lengths or batches as multiples of the request's own."""
 MANY_CONFIGS = 128
-"""Pipeline configurations from which on a search takes so long that the last factor is left out."""
+"""Number of pipeline configurations from which the last factor is left out, because searches take too long."""
 NUM_ENGINES = 2
 MOST_LEVERS = 2
-"""Switches beside the request: the fastest engines, the first levers of use."""
+"""Alternatives shown alongside the request: the ``NUM_ENGINES`` fastest engines and the first useful levers."""
 LEAST_GAIN = 0.005
-"""Fraction of the step time that makes a lever worth a switch, unless something fits that did not."""
+"""Fraction of the step time that a lever must gain to be shown, unless something fits only with it."""
 _NODE = 8
-"""Devices of a node that is bought full."""
+"""Devices of a fully populated node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Grid:
-    """Values of the axes except software and levers, and where the request is among them."""
+    """Values of all axes except engines and levers, and the indices of the request among them."""
 
     is_batch: bool
     sizes: tuple[int, ...]
     clusters: tuple[Cluster, ...]
     budgets: tuple[int, ...]
-    """Bytes of a device, rising."""
+    """Budgets in bytes per device, ascending."""
     margin_bytes: int
-    """What is left free beside the budget of the request, where something fits so."""
+    """Bytes left free in addition to the budget of the request, if something fits that way."""
     own: tuple[int, int, int]
 
     def at(self, place: tuple[int, int], request: PlanRequest) -> PlanRequest:
-        """The request at a size and on a cluster."""
+        """Return the request at a size and on a cluster."""
         size, moved = self.sizes[place[0]], replace(request, cluster=self.clusters[place[1]])
         return replace(moved, global_batch=size) if self.is_batch else replace(moved, seq_len=size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """Software and levers as one value of their axis, with what is solved at each size and cluster by budget."""
+    """One engine with levers as a value of their axis, with its plans at each size and cluster by budget."""
 
     name: str
     options: str
     study: Study
     columns: dict[tuple[int, int], dict[int, Plan | str]] = field(default_factory=dict)
-    """The fastest plan found or why there is none, by the places on the axes."""
+    """Fastest plan found, or the reason why there is none, by the indices on the axes."""
 
     def solve(self, grid: _Grid, place: tuple[int, int], deadline: float, budgets: Sequence[int] | None = None) -> None:
-        """Solve one column from the most memory down, or a few of its ``budgets``."""
+        """Solve one column, or only some of its ``budgets``, from the largest budget down."""
         column = self.columns.setdefault(place, {})
         study, above = None, None
         for index in reversed(range(len(grid.budgets)) if budgets is None else budgets):
@@ -96,15 +96,15 @@ class _Way:
             above = column.get(index, above)
 
     def _study(self, grid: _Grid, place: tuple[int, int]) -> Study:
-        """The study of all budgets at a size and on a cluster; that of the request itself stays at hand."""
+        """Return the study of all budgets at a size and on a cluster. That of the request itself is kept."""
         if place == grid.own[:2]:
             return self.study
         return self.study.at(Variant(name="", change=partial(grid.at, place)))
 
     def reconcile(self, grid: _Grid) -> None:
-        """Give every budget the fastest plan of all that fit into it: more memory is never slower.
+        """Give every budget the fastest of all plans that fit it, so that more memory is never slower.
 
-        Searches end with gaps, and plans of usual depth give up a little: without this one could be.
+        Without this it could be, because searches end with gaps and plans of usual depth give up a little.
         """
         for column in self.columns.values():
             best: Plan | None = None
@@ -131,11 +131,11 @@ def explore(
     price_per_device_hour: float | None = None,
     progress: Progress = lambda _: None,
 ) -> Exploration:
-    """Return the fastest plans around a request on one device type; ``command`` asks for what all have in common.
+    """Return the fastest plans around a request on one device type.
 
-    ``device_counts`` default to half and twice those of the request. ``batches`` varies the batch in the
-    place of the sequence length. ``limit_s`` are seconds of computing. Raises `UserError` for groups of different
-    devices, and as `on_devices`.
+    ``command`` is the part of the command line that all plans share. ``device_counts`` default to half and twice the
+    devices of the request. ``batches`` varies the batch instead of the sequence length. ``limit_s`` is computing time
+    in seconds. Raises `UserError` for groups of different devices, and as `on_devices`.
     """
     deadline = time.process_time() + limit_s
     if request.is_mixed:
@@ -185,15 +185,14 @@ def explore(
 
 
 def _distance(grid: _Grid, column: tuple[int, tuple[int, int]]) -> tuple[float, int]:
-    """Sorts columns by their distance from the request: those of engines and levers after all that are near what was
-    asked."""
+    """Return the sort key of a column: its distance from the request, columns of engines and levers after near ones."""
     way, place = column
     moves = sum(abs(a - b) for a, b in zip(place, grid.own, strict=False))
     return (2.5 + 2 * moves if way else moves), way
 
 
 def _grid(study: Study, request: PlanRequest, device_counts: Sequence[int] | None, batches: bool) -> _Grid:
-    """The grid around a request; a measured profile has but the devices that it was measured on."""
+    """Return the grid around a request. A measured profile allows only the devices that it was measured on."""
     job = study.job
     cluster, factors = job.cluster, FACTORS[: 2 if len(study.tables) >= MANY_CONFIGS else None]
     if device_counts is not None:
@@ -224,7 +223,7 @@ def _halved(cluster: Cluster) -> list[Cluster]:
 
 
 def _doubled(cluster: Cluster) -> list[Cluster]:
-    """Twice the devices: in one node while it has fewer than eight, or no network is known."""
+    """Return the cluster with twice the devices, in one node if it has fewer than eight or no network is known."""
     nodes, size = cluster.num_nodes, cluster.devices_per_node
     has_network = cluster.inter_link is not None or is_as_named(cluster)
     if nodes == 1 and (size < _NODE or not has_network):
@@ -233,7 +232,7 @@ def _doubled(cluster: Cluster) -> list[Cluster]:
 
 
 def _solved(study: Study, grid: _Grid, index: int) -> Plan | str | None:
-    """The fastest plan within a budget, or why there is none; None where the time was up before either."""
+    """Return the fastest plan within a budget, or why there is none; None if the time was up before either is known."""
     margin = grid.margin_bytes if index == grid.own[2] else 0
     result = study.plan(within("", grid.budgets[index], margin_bytes=margin), top=1, to_the_end=False)
     if isinstance(result, str):
@@ -254,7 +253,7 @@ def _solved(study: Study, grid: _Grid, index: int) -> Plan | str | None:
 def _switches(
     own: _Way, request: PlanRequest, grid: _Grid, deadline: float, progress: Progress
 ) -> tuple[list[_Way], list[str]]:
-    """The fastest other engines, and the first value of each lever that is of use; why others are not tried."""
+    """Return the fastest other engines and the first useful value of each lever, and why others are left out."""
     place, index = grid.own[:2], grid.own[2]
     plain = own.columns[place]
     engines, levers, left_out = list[tuple[float, _Way]](), list[_Way](), list[str]()
@@ -303,7 +302,7 @@ def _switches(
 
 
 def _place_in(plans: list[Plan], plan: Plan) -> int:
-    """The place of a plan among others, at whose end it is put where it is new."""
+    """Return the index of a plan among others, appending it if it is new."""
     for place, each in enumerate(plans):
         if each is plan:
             return place
@@ -312,7 +311,7 @@ def _place_in(plans: list[Plan], plan: Plan) -> int:
 
 
 def _axes(ways: Sequence[_Way], grid: _Grid, request: PlanRequest) -> tuple[Axis, Axis, Axis, Axis]:
-    """The axes in words and as options."""
+    """Return the axes in words and as options."""
     unit, option = ("samples", "--global-batch") if grid.is_batch else ("tokens", "--seq-len")
     memory = [
         f"--memory {each / GIB:.1f}GiB" if each % (GIB // 2) == 0 else f"--memory {each}B" for each in grid.budgets

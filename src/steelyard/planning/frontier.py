@@ -1,8 +1,8 @@
-"""Trade-offs for choosing a plan or hardware: time against memory, time and money against devices and their parts.
+"""Trade-offs for choosing a plan or hardware: time against memory, time and money against parts of a cluster.
 
-A part of a cluster has of each pool no node, one, two, four, … or all of its nodes; one whose best plan leaves a pool
-out is no offer, since the part without that pool trains as fast for less. Offers are worth having where no other trains
-at least as fast for no more money a token.
+A part of a cluster has none, one, two, four, … or all nodes of each pool. If the best plan on a part leaves a pool out,
+the part is no offer, because without that pool it trains as fast for less money. An offer is worth having if no other
+trains at least as fast for at most the same cost per token.
 """
 
 import itertools
@@ -29,11 +29,11 @@ from steelyard.search.runs import smallest_peak_bytes
 from steelyard.units import format_bytes, format_plural
 
 SHOWN_BUDGETS = 2
-"""The frontier reaches up to this many times the budget, to show what more memory would buy."""
+"""Upper end of the frontier in multiples of the budget, to show the value of more memory."""
 BILLION = 10**9
 MOST_OFFERS = 64
 OFFER_LIMIT_S = 30.0
-"""What the search of one offer may take; the best found by then stands for it."""
+"""Time limit in seconds of the search of one offer, which is represented by the best plan found by then."""
 
 
 def find_trade_offs(
@@ -47,8 +47,8 @@ def find_trade_offs(
 ) -> TradeOffs:
     """Return the frontier of a request on one pool, and its best plan on other numbers of devices.
 
-    ``device_counts`` defaults to a few around that of the request, or to its own alone where the profile was measured
-    on this number. Raises `InvalidClusterError` for a count that whole nodes, or divisors of one, cannot give.
+    ``device_counts`` defaults to a few counts around the request's own, or to that alone if the profile was measured on
+    it. Raises `InvalidClusterError` for a count that is neither whole nodes nor a divisor of one node.
     """
     study = Study(request, job)
     own = study.job
@@ -82,7 +82,7 @@ def find_trade_offs(
 
 
 def doubled_counts(cluster: Cluster) -> tuple[int, ...]:
-    """A few counts around that of the cluster for comparison: from a quarter to twice as many, by factors of two."""
+    """Return device counts to compare with that of the cluster: a quarter to twice as many, by factors of two."""
     count, size = cluster.num_devices, cluster.devices_per_node
     tried = (count // 4, count // 2, count, 2 * count)
     return tuple(each for each in tried if each >= 1 and (size % each == 0 if each < size else each % size == 0))
@@ -96,11 +96,12 @@ def memory_points(
     deadline: float = math.inf,
     progress: Progress = lambda _: None,
 ) -> tuple[tuple[FrontierPoint, ...], bool]:
-    """Points of the frontier of time against memory, fastest first, and whether no plan between two is worth having.
+    """Return the frontier of time against memory, fastest first, and whether it is complete.
 
-    Each is the best plan within a budget, with the time of the simulator; one that is no faster than a point of less
-    memory is left out. Next is always the budget in the middle of the widest gap. ``chosen`` is the best point within
-    the budget of the job, if it is known; ``deadline`` a `time.process_time` value.
+    It is complete if no plan between two points is worth having. Each point is the best plan within a budget, with its
+    simulated time. A point that is no faster than one of less memory is left out. The next budget is always the middle
+    of the widest gap. ``chosen`` is the best point within the budget of the job, if known. ``deadline`` is a
+    `time.process_time` value.
     """
     job, usable = study.job, usable_bytes(study.job)
     most = SHOWN_BUDGETS * usable
@@ -126,7 +127,7 @@ def memory_points(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What the search found within a budget; an infinite time where nothing fits."""
+    """Result of the search within a budget, with an infinite time if nothing fits."""
 
     budget_bytes: int
     peak_bytes: int
@@ -135,7 +136,7 @@ class _Found:
 
     @classmethod
     def of(cls, job: Job, budget_bytes: int, point: FrontierPoint | None) -> Self:
-        """The point that was found."""
+        """Return the result for the point that was found."""
         if point is None:
             return cls(budget_bytes=budget_bytes, peak_bytes=budget_bytes, step_s=math.inf, point=None)
         peak = int(point.memory_bytes / (1 + slack_fraction(job)))
@@ -143,7 +144,7 @@ class _Found:
 
 
 def _widest_gap(found: list[_Found]) -> list[int]:
-    """The middle, on a logarithmic scale, between the two neighbours that leave most room; none where no gap does."""
+    """Return the logarithmic middle of the two neighbours with the widest gap; empty if there is no gap."""
     widest, middle = 0.0, 0
     for less, more in pairwise(found):
         reach = min(more.budget_bytes, more.peak_bytes) / max(less.budget_bytes, 1)
@@ -155,7 +156,10 @@ def _widest_gap(found: list[_Found]) -> list[int]:
 
 
 def falling(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
-    """Those points, most memory first, that are faster in simulation than all of less memory; the chosen one stays."""
+    """Return the points, most memory first, that are faster in simulation than all of less memory.
+
+    The chosen point always stays.
+    """
     kept: list[FrontierPoint] = []
     for point in sorted(points, key=lambda point: (point.memory_bytes, point.step_time_s)):
         if point.is_chosen:
@@ -166,7 +170,7 @@ def falling(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
 
 
 def device_point(study: Study, variant: Variant, price_per_device_hour: float | None) -> DevicePoint:
-    """The best plan on a number of devices as a point of time and money against devices."""
+    """Return the best plan on a number of devices as a point of time and money against devices."""
     cluster = variant.change(study.request).cluster
     bare = DevicePoint(num_devices=cluster.num_devices, cluster=cluster.name)
     price = None if price_per_device_hour is None else price_per_device_hour * bare.num_devices
@@ -175,8 +179,8 @@ def device_point(study: Study, variant: Variant, price_per_device_hour: float | 
 
 
 def _filled(bare: DevicePoint, result: PlanningResult | str, price_per_hour: float | None) -> DevicePoint:
-    """The point of devices with what their best plan takes, and costs where an hour of all of them has a price; or why
-    there is none."""
+    """Return the point with the figures of its best plan, and the cost if an hour of all devices has a price; or with
+    the reason why there is no plan."""
     if isinstance(result, str) or result.plan is None:
         reason = result if isinstance(result, str) else f"does not fit: {result.miss_text}"
         return bare.model_copy(update={"reason": reason})
@@ -188,7 +192,7 @@ def _filled(bare: DevicePoint, result: PlanningResult | str, price_per_hour: flo
 
 
 def priced_point(plan: Plan, *, is_chosen: bool = False) -> FrontierPoint:
-    """What a plan says of itself, as a point of the frontier."""
+    """Return a plan with its prediction as a point of the frontier."""
     prediction = plan.prediction
     assert prediction is not None, "only a plan with its prediction is a point"
     return FrontierPoint(
@@ -209,10 +213,10 @@ def find_offers(
     prices: Mapping[str, float],
     progress: Progress = lambda _: None,
 ) -> tuple[DevicePoint, ...]:
-    """Return the best plan on every part of a request's cluster, the cheapest tokens first; those without a plan last.
+    """Return the best plan on every part of a request's cluster, the cheapest tokens first, parts without a plan last.
 
-    ``prices`` are of a device-hour, by the name of the device. Raises `UserError`
-    for a device without a price, a price without a device, and for too many parts.
+    ``prices`` are per device-hour, by the name of the device. Raises `UserError` for a device without a price, a price
+    without a device, and too many parts.
     """
     machines = request.cluster
     names = sorted({pool.device.name for pool in machines.pools})
@@ -243,7 +247,7 @@ def find_offers(
 
 
 def parts_of(machines: Cluster) -> list[Cluster]:
-    """The machines with none, 1, 2, 4, … or all nodes of each pool."""
+    """Return the parts of a cluster with none, 1, 2, 4, … or all nodes of each pool."""
     found: list[Cluster] = []
     counts = [
         [0, *(2**power for power in range((pool.num_nodes - 1).bit_length())), pool.num_nodes]
@@ -271,7 +275,7 @@ def _offer(study: Study, part: Cluster, prices: Mapping[str, float]) -> DevicePo
 
 
 def _is_worth_having(offer: DevicePoint, figures: Sequence[tuple[float | None, float | None]]) -> bool:
-    """Whether no other offer of these costs and times is at least as fast for no more money, and better in one."""
+    """Return whether no other offer is at least as fast for no more money, and better in one of the two."""
     cost, step_s = offer.cost_per_billion_tokens, offer.step_time_s
     if cost is None or step_s is None:
         return False

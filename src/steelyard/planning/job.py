@@ -1,32 +1,32 @@
-r"""From a request to its job: the model with a price for every layer, traced, measured or calibrated, on its devices.
+r"""Job of a request: the model with a price for every layer, traced, measured or calibrated, on its devices.
 
-**Measured on one device, for plans on many** (`with_assumed_links`): layers cost what was measured, links what the
-cluster says. Layers in shapes that one device cannot have (tp above 1) are traced and priced by the catalogue's rates,
-all scaled by
+**Profiles of one device, for plans on many** (`with_assumed_links`): layers have their measured costs, and links those
+of the cluster. Layers in shapes that one device cannot have (tp above 1) are traced and priced by the catalogue's
+rates, all scaled by
 
 $$r = \frac{\sum_k n_k\, t_k^\text{measured}}{\sum_k n_k\, t_k^\text{catalogue}}$$
 
-over the $n_k$ layers of each type $k$ of the model, so that shapes compare as one kind of measurement. A device without
-rates in the catalogue has its measured shape alone, and its plans no tp. Not measured, and assumed: all collectives and
-transfers (the links of the cluster), what the end of a step takes with many devices beyond what it takes with one,
-compute and communication side by side (`Profile.overlap_slowdown`), and on CPUs what sharding a layer adds and how
-processes of one host share its cores.
+over the $n_k$ layers of each type $k$ of the model, so that all shapes are on one scale. A device without rates in the
+catalogue has only its measured shape, so its plans have no tp. The following are assumed, not measured: all collectives
+and transfers (the links of the cluster), the additional time at the end of a step with many devices, the slowdown of
+overlapping compute and communication (`Profile.overlap_slowdown`), and on CPUs the cost of sharding a layer and the
+sharing of a host's cores among processes.
 
-**Calibrated** (`calibrate`): one factor on all predicted times, the median of $f = t_\text{measured} /
-t_\text{predicted}$ of measured runs. A catalogue knows what devices and links can do, not what a machine room, a driver
-or a framework's version makes of it. Most of that is common to all plans of a model on a device, so that one run scales
-the prediction of every other plan. Of several runs the median is taken (of an even number the geometric mean of the
-middle two), which one odd run does not move: published runs scaled by the median of three others are nearer than those
-by one (`steelyard.cost.accuracy`). The factor leaves the order of plans as it is, except for what it does to an
+**Calibration** (`calibrate`): one factor on all predicted times, the median of $f = t_\text{measured} /
+t_\text{predicted}$ of measured runs. A catalogue knows the capabilities of devices and links, but not the effects of a
+machine room, a driver or a framework's version. Most of these are common to all plans of a model on a device, so one
+run scales the prediction of every other plan. Several runs give their median (for an even number, the geometric mean of
+the middle two), which one odd run does not move: published runs scaled by the median of three others are predicted
+better than with one (`steelyard.cost.accuracy`). The factor does not change the order of plans, except through an
 optimizer's time or a step's overhead.
 
 A run is given as the record that `steelyard train` writes, or as a file of these lines (YAML or JSON):
 
     version: 1
-    plan: plan.json       # as `steelyard plan` wrote it; a relative path starts where this file lies
+    plan: plan.json       # as `steelyard plan` wrote it; a relative path starts in the folder of this file
     step_time_s: 12.4     # median of the steps after the first few
 
-A record holds the prediction of its plan; a plan in a file is predicted again with today's catalogue and profile.
+A record contains the prediction of its plan. A plan in a file is predicted again with today's catalogue and profile.
 """
 
 import math
@@ -65,11 +65,11 @@ if TYPE_CHECKING:
 
 
 class InvalidRunError(UserError):
-    """A measured run that cannot be read, or that says nothing about this job."""
+    """Raised if a measured run cannot be read or says nothing about this job."""
 
 
 class MeasuredRun(BaseModel):
-    """What a user measured of a plan."""
+    """A plan's step time as a user measured it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -79,17 +79,18 @@ class MeasuredRun(BaseModel):
 
 
 def calibrate(job: Job, paths: Sequence[Path]) -> Job:
-    """The job with all times multiplied by what the runs in files took over what was predicted of them, by the median.
+    """Return the job with all times scaled by the median ratio of measured to predicted time of the runs in files.
 
     Raises `InvalidRunError` for a file that is neither kind of run, a run of another model or device, a record of a
-    plan that had no prediction, or a file that is given twice; `InvalidPlanError` for a plan file that cannot be read.
+    plan that had no prediction, or a file that is given twice, and `InvalidPlanError` for a plan file that cannot be
+    read.
     """
     factors = [factor for _, factor in time_factors(job, paths)]
     return job.on(time_factor=math.exp(median(map(math.log, factors))), num_calibrating=len(factors))
 
 
 def time_factors(job: Job, paths: Sequence[Path]) -> tuple[tuple[Path, float], ...]:
-    """What each run took over what is predicted of it for this job; raises as `calibrate`."""
+    """Return the ratio of measured to predicted time of each run for this job. Raises as `calibrate`."""
     found: dict[Path, Path] = {}
     for path in paths:
         if path.resolve() in found:
@@ -107,7 +108,7 @@ def time_factors(job: Job, paths: Sequence[Path]) -> tuple[tuple[Path, float], .
             run = parse_value(content, MeasuredRun, InvalidRunError, what="run")
             factors.append((path, _factor_of_plan(job, run, path)))
         else:
-            from steelyard.profiles.record import RunRecord  # which a plan without measured runs does not need
+            from steelyard.profiles.record import RunRecord  # not needed without measured runs
 
             record = parse_value(content, RunRecord, InvalidRunError, what="run record")
             factors.append((path, _factor_of_record(job, record, path)))
@@ -142,7 +143,7 @@ def _factor_of_plan(job: Job, run: MeasuredRun, path: Path) -> float:
 
 
 def _serves(profile: Profile, plan: Plan, *, same_size: bool) -> bool:
-    """Whether a profile holds what a prediction of the plan needs; what was traced holds for any number of devices."""
+    """Return whether a profile suffices to predict the plan. A traced profile holds for any number of devices."""
     identity = profile.identity
     strategies, chain = plan.strategies, plan.chain()
     held = all(profile.layer(chain.type_of(n).name, each.shape) for n, each in enumerate(strategies))
@@ -184,7 +185,8 @@ def _other_device(job: Job, found: str, path: Path) -> InvalidRunError:
 
 
 def with_assumed_links(job: Job, trace: Callable[[], Profile]) -> Job:
-    """The job with all that its profile of one device lacks; ``trace`` counts the model's layers in other shapes."""
+    """Return the job with everything that its profile of one device lacks. ``trace`` traces the model's layers in other
+    shapes."""
     device, network = job.cluster.device, job.cluster.inter_link
     if device.needs_profile:
         return job
@@ -196,7 +198,7 @@ def with_assumed_links(job: Job, trace: Callable[[], Profile]) -> Job:
 
 
 def measured_over_catalogue(job: Job) -> float:
-    """What the layers of the model take together by the profile, over what the catalogue's rates say of them."""
+    """Ratio of the model's total layer time by the profile to that by the catalogue's rates."""
     seconds = {True: 0.0, False: 0.0}
     for number in range(job.chain.num_layers):
         layer = job.layer(job.chain.type_of(number).name, {})
@@ -210,7 +212,7 @@ def measured_over_catalogue(job: Job) -> float:
 
 
 def slowed(rates: Efficiency, factor: float) -> Efficiency:
-    """The rates with which every kernel of a device takes ``factor`` times as long."""
+    """Return the rates of a device on which every kernel takes ``factor`` times as long."""
     return replace(
         rates,
         matmul=rates.matmul / factor,
@@ -226,7 +228,7 @@ def slowed(rates: Efficiency, factor: float) -> Efficiency:
 def job_of(request: PlanRequest) -> Job:
     """Return the job of a request on its device groups. Traces the model unless a profile is given.
 
-    Raises `InvalidProfileError` for a profile of another job, and `UserError` where levers are left to a search.
+    Raises `InvalidProfileError` for a profile of another job, and `UserError` if levers are left to a search.
     """
     for name in request.searched:
         raise UserError(
@@ -241,7 +243,7 @@ def job_of(request: PlanRequest) -> Job:
 
 
 def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) -> Job:
-    """The job on one group of devices alone."""
+    """Return the job on one device group alone."""
     chain, seq_len, batch = request.chain, request.seq_len, request.global_batch
     assert seq_len is not None and batch is not None, "what is as large as fits is tried size by size"  # noqa: PT018
     budgeted = machines if request.memory_bytes is None else machines.with_memory(request.memory_bytes)
@@ -291,9 +293,9 @@ def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) ->
 
 
 def _with_products(profile: Profile, traced: Profile) -> Profile:
-    """Return a profile with the shapes of matrix products of a trace, which is where the profile has its counts from.
+    """Return a profile with the matrix product shapes of a trace, from which the profile has its operation counts.
 
-    Those that were measured of a packaged model have none.
+    Measured profiles of packaged models have no such shapes.
     """
     layers = []
     for each in profile.layers:

@@ -1,13 +1,13 @@
-r"""The largest of a size that still fits: tokens of a sample, samples computed at once, a size of a lever, or a model.
+r"""Largest size that still fits: tokens per sample, samples computed at once, the size of a lever, or a model.
 
-Of each size that is tried the fewest bytes of a device in which there is a plan. They grow nearly as a line,
+For each size, the fewest bytes per device in which there is a plan grow nearly linearly,
 
 $$m(n) \approx m_0 + m_1 n,$$
 
-since activations grow with tokens and samples, and states with the rank of adapters and with parameters; of models
-those are sizes that are packaged and of the type of the one that was asked about. So the next size to try is where
-the line through the last two meets the budget, kept between the largest that fits and the smallest that does not:
-false position, which takes a few sizes where halving would take ten. Each is a trace or a table of its own.
+because activations grow with tokens and samples, and states with the rank of adapters and with parameters. The sizes of
+models are those of the packaged models of the same type. The next size to try is where the line through the last two
+meets the budget, kept between the largest that fits and the smallest that does not. This false-position method needs a
+few sizes where bisection would need ten, and each size needs its own trace or table.
 """
 
 from bisect import bisect_left, bisect_right
@@ -29,40 +29,43 @@ from steelyard.planning.variants import FREE_CHOICE, Progress, Study
 from steelyard.units import format_bytes
 
 MOST_TRIED = 6
-"""Sizes that are tried at most."""
+"""Maximum number of sizes that are tried."""
 _MOST = 2**24
 _BEYOND = 2**50
 SEQ_LEN, BATCH, MODEL = "seq-len", "batch", "model"
 Ask = Callable[..., PlanRequest]
-"""Makes the request with these levers in the place of its own, and of the packaged model of this name if one is given.
-"""
+"""Function that builds the request with these levers instead of its own, and with the packaged model of this name if
+one is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """The largest size that was found to fit."""
+    """Largest size that was found to fit."""
 
     what: str
     size: int | str
-    """A number, or the name of a model."""
+    """Number, or name of a model."""
     too_large: int | str | None
-    """The smallest that was found not to fit; None where the largest that was tried fits."""
+    """Smallest size that was found not to fit; None if every size that was tried fits."""
     least_bytes: int
-    """Fewest of a device in which there is a plan of this size."""
+    """Fewest bytes per device in which there is a plan of this size."""
     budget_bytes: int
     step_s: float
-    """Of its fastest plan that fits."""
+    """Step time in seconds of its fastest plan that fits."""
     options: str
-    """As `steelyard plan` takes it; empty for a model."""
+    """Options of `steelyard plan` for this size; empty for a model."""
 
 
 def kinds() -> tuple[str, ...]:
-    """Return what may be as large as fits."""
+    """Return the kinds of sizes that can be maximised."""
     return SEQ_LEN, BATCH, MODEL, *(lever.size for lever in LEVERS.values() if lever.size)
 
 
 def largest(what: str, request: PlanRequest, ask: Ask, *, progress: Progress = lambda _: None) -> Largest:
-    """Return the largest size of a kind that fits; raises `UserError` where none does, or nothing has it."""
+    """Return the largest size of a kind that fits.
+
+    Raises `UserError` if no size fits, or if the request has no size of this kind.
+    """
     given, first, sizes, names = _sizes(what, replace(request, time_limit_s=LIMIT_S), ask)
     known: dict[int, Study] = {}
 
@@ -97,7 +100,7 @@ def largest(what: str, request: PlanRequest, ask: Ask, *, progress: Progress = l
 
 
 def _next(low: Mapping[int, int], high: Mapping[int, int], budget: int, sizes: Sequence[int]) -> int:
-    """The size to try next; one that is known where there is none between."""
+    """Return the size to try next, or a known one if there is none between."""
     below, above = max(low, default=0), min(high, default=sizes[-1] + 1)
 
     def at_most(size: int) -> int:
@@ -116,10 +119,10 @@ def _next(low: Mapping[int, int], high: Mapping[int, int], budget: int, sizes: S
 
 
 class _Sizes(NamedTuple):
-    """What may be tried."""
+    """Sizes that can be tried."""
 
     given: Callable[[int], PlanRequest]
-    """The request of a size."""
+    """Function that builds the request of a size."""
     first: int
     sizes: Sequence[int]
     names: Mapping[int, str] = {}
@@ -155,7 +158,7 @@ def _sizes(what: str, request: PlanRequest, ask: Ask) -> _Sizes:
 
 
 def _of_type(request: PlanRequest, ask: Ask) -> Iterator[PlanRequest]:
-    """The request without levers for each packaged model of its model's type for which it can be made."""
+    """Yield the request without levers for each packaged model of the same type, if it is valid for it."""
     for name in reversed(model_names()):
         if load_model(name).family.model_type == request.chain.family.model_type:
             with suppress(UserError):

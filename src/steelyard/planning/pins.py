@@ -1,9 +1,9 @@
-"""Decisions that a user takes beforehand: which strategies some layers may take, and what it costs to insist.
+"""Pins: requirements of the user on the strategies of some layers, or on the pipeline.
 
 A pin reads ``layers 0-3: tp=4``, ``blocks 8-15: fsdp8, remat=full`` or, for all layers, ``tp=8``. The name of a
-dimension alone, ``fsdp``, asks for it at whatever degree is best, of all blocks where no layers are named. Layer 0 is
-the embedding, as in a plan file; block 0 is layer 1. In the cost tables a pinned layer becomes a layer type of its own,
-with fewer strategies legal, so that the search needs to know nothing of pins.
+dimension alone, such as ``fsdp``, requires it at the best degree, for all blocks if no layers are named. Layer 0 is the
+embedding, as in a plan file, and block 0 is layer 1. In the cost tables, a pinned layer gets its own layer type with
+fewer legal strategies, so the search knows nothing of pins.
 """
 
 import re
@@ -23,35 +23,35 @@ from steelyard.plan.strategy import Remat, Strategy, parse_strategy
 from steelyard.schedules import PipelineConfig
 
 SHOWN_CHOICES = 6
-"""Values that a message lists before it ends in …"""
+"""Number of values that a message lists before it ends in …"""
 _PLACE = re.compile(r"(layers?|blocks?)\s+(\d{1,6})(?:\s*[-–]\s*(\d{1,6}))?")
 _PIPELINE = re.compile(r"pp\s*=?\s*([0-9]{0,6})")
 _PIPELINE_KEYS = ("stages", "microbatches", "schedule")
 MICRO_BATCH = "micro-batch"
-"""The key of the micro-batch size, which follows from the strategy and the pipeline configuration together."""
+"""Key of the micro-batch size, which depends on both the strategy and the pipeline configuration."""
 OR_MORE = " or more"
 _ANY_DEGREE = f"2{OR_MORE}"
 
 
 def pin_keys() -> tuple[str, ...]:
-    """What may be asked of a strategy: degrees of dimensions, modes of theirs, and remat."""
+    """Return the keys of a strategy that a pin can set: degrees of dimensions, their modes, and remat."""
     degrees = (dimension.name for dimension in level_dimensions())
     return (*degrees, *modes(), "remat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """What the layers from ``first`` to ``last`` (both included; all where None) must have, as key and value."""
+    """Requirement on the layers from ``first`` to ``last`` (inclusive; all if None), as keys and values."""
 
     text: str
     first: int | None
     last: int | None
     wanted: tuple[tuple[str, str], ...]
     is_lax: bool = False
-    """Whether layers that a dimension can never divide are left as they are; so where no layers are named."""
+    """Whether layers that a dimension can never divide are exempt, which holds if no layers are named."""
 
     def allows(self, strategy: Strategy) -> bool:
-        """Whether the strategy has all that is wanted of it."""
+        """Return whether a strategy meets the pin."""
         return all(
             dimension_named(key) in strategy.dimensions if value == _ANY_DEGREE else _value(strategy, key) == value
             for key, value in self.wanted
@@ -59,32 +59,32 @@ class Pin:
         )
 
     def demands(self, strategy: Strategy) -> bool:
-        """Whether the strategy has all that is wanted of it, a parallelism dimension among it."""
+        """Return whether a strategy meets the pin and the pin requires a parallelism dimension."""
         names = {dimension.name for dimension in strategy.dimensions} | {"parallel"}
         return any(key in names and value != "1" for key, value in self.wanted) and self.allows(strategy)
 
     def allows_samples(self, strategy: Strategy, microbatch_samples: int) -> bool:
-        """Whether a rank computes as many samples of a microbatch at once as is wanted."""
+        """Return whether the micro-batch size of a rank is the required one."""
         sizes = (int(value) for key, value in self.wanted if key == MICRO_BATCH)
         return all(microbatch_samples == size * strategy.sample_degree for size in sizes)
 
     def of_levels(self) -> "Pin":
-        """The pin without what it wants of dimensions that take ranks of other levels, such as ep.
+        """Return the pin without requirements on dimensions that use ranks of other levels, such as ep.
 
-        Of all layers some have nothing that these could divide: that is wanted of the others alone.
+        Some layers have nothing that these dimensions could divide, so the requirement is on the others alone.
         """
         return self.without(*(key for key, (dimension, _) in modes().items() if not dimension.is_level))
 
     def only(self, *keys: str) -> "Pin":
-        """The pin with what it wants of these alone."""
+        """Return the pin with only its requirements on these keys."""
         return replace(self, wanted=tuple((key, value) for key, value in self.wanted if key in keys))
 
     def without(self, *keys: str) -> "Pin":
-        """The pin without what it wants of these."""
+        """Return the pin without its requirements on these keys."""
         return replace(self, wanted=tuple((key, value) for key, value in self.wanted if key not in keys))
 
     def takes(self, pipeline: PipelineConfig) -> bool:
-        """Whether the pipeline configuration has all that is wanted of it."""
+        """Return whether a pipeline configuration meets the pin."""
         found = {
             "stages": str(pipeline.num_stages),
             "microbatches": str(pipeline.num_microbatches),
@@ -93,18 +93,18 @@ class Pin:
         return all(found[key] == value for key, value in self.wanted if key in _PIPELINE_KEYS)
 
     def covers(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, is pinned."""
+        """Return whether a layer, counted from 0, is pinned."""
         return self.first is None or self.last is None or self.first <= layer <= self.last
 
 
 def pins_of(decisions: Decisions, chain: ModelChain) -> tuple[Pin, ...]:
-    """Return the pins among decisions; raises `UserError` for one that the model cannot have."""
+    """Return the pins among decisions. Raises `UserError` for a pin that the model cannot have."""
     return tuple(parse_pin(text, option="--pin", num_layers=chain.num_layers) for text in decisions.pins)
 
 
 @lru_cache(maxsize=256)
 def parse_pin(text: str, *, option: str, num_layers: int) -> Pin:
-    """Return the pin that ``text`` writes; raises `UserError` naming the ``option`` for anything else."""
+    """Parse a pin. Raises `UserError` with the name of the ``option`` for invalid text."""
     place, colon, rest = text.rpartition(":")
     keys = (*pin_keys(), *_PIPELINE_KEYS, MICRO_BATCH)
     wanted = tuple(pair for part in rest.split(",") for pair in _requirement(part.strip(), option, keys))
@@ -115,7 +115,8 @@ def parse_pin(text: str, *, option: str, num_layers: int) -> Pin:
 
 
 def pinned(tables: CostTables, pins: Sequence[Pin], global_batch: int) -> CostTables:
-    """Return the tables with every pinned layer as a layer type of its own that allows only what its pins do."""
+    """Return the tables in which every pinned layer has its own layer type, restricted to the strategies that its pins
+    allow."""
     if not pins:
         return tables
     layer_types: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -147,8 +148,8 @@ def pinned(tables: CostTables, pins: Sequence[Pin], global_batch: int) -> CostTa
 
 
 def _allowed(pin: Pin, layer_type: int, tables: CostTables) -> NDArray[np.bool_]:
-    """[S] the strategies that a pin allows a layer type; those of `Pin.of_levels` where other layer types alone can
-    have them."""
+    """Mask [S] of the strategies that a pin allows for a layer type, by `Pin.of_levels` if only other layer types can
+    meet the whole pin."""
     allowed = np.array([pin.allows(strategy) for strategy in tables.strategies], dtype=bool)
     able = (tables.legal & allowed).any(axis=1)
     if pin.is_lax and able.any() and not able[layer_type]:
@@ -210,7 +211,7 @@ def _requirement(part: str, option: str, keys: Sequence[str]) -> list[tuple[str,
 
 
 def _levels(part: str, option: str) -> list[tuple[str, str]]:
-    """What ``fsdp4-tp2+sp`` asks for: these levels in this order, and the modes that are written."""
+    """Parse a strategy such as ``fsdp4-tp2+sp`` into requirements: its levels in this order, and the written modes."""
     try:
         wanted = parse_strategy(part)
     except InvalidPlanError as error:

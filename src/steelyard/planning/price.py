@@ -1,6 +1,6 @@
-"""Plans as values: made of what a search found or of a strategy by name, priced by the simulator, told in words.
+"""Plans as values: built from a search result or a named strategy, priced by the simulator, described in words.
 
-A prediction carries its warnings: those of the model, and that a device is so full that its allocator may slow steps.
+A prediction carries warnings: those of the model, and one if a device is so full that its allocator may slow steps.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from steelyard.units import format_bytes, format_plural, format_seconds
 
 
 def bare_plan(job: Job, tables: CostTables, solution: Solution) -> Plan:
-    """The plan of a solution of these tables, without its prediction."""
+    """Return the plan of a solution of these tables, without its prediction."""
     pipeline, num_layers = tables.pipeline, job.chain.num_layers
     folded = [tables.strategies[index] for index in solution.strategies]
     strategies = unfold_layers(folded, pipeline.num_chunks, num_layers)
@@ -46,7 +46,7 @@ def bare_plan(job: Job, tables: CostTables, solution: Solution) -> Plan:
 
 
 def assemble_plan(job: Job, pipeline: PipelineConfig, parts: Sequence[StagePart]) -> Plan:
-    """The plan of a job on all its devices, with these parts of the pipeline, without its prediction."""
+    """Return the plan of a job on all its devices with these pipeline parts, without its prediction."""
     chain, cluster = job.chain, job.hardware
     return Plan(
         model=PlanModel(
@@ -70,14 +70,15 @@ def assemble_plan(job: Job, pipeline: PipelineConfig, parts: Sequence[StagePart]
 
 
 def engine_name(job: Job) -> str | None:
-    """Return the engine of a job as a plan names it."""
+    """Return the name of a job's engine in a plan; None for our own."""
     return None if job.engine == NATIVE else job.engine.name
 
 
 def describe(pipeline: PipelineConfig, *, stages: str | None = None) -> str:
-    """A pipeline configuration in words, as in ``2 stages, 16 microbatches``; the schedule only where it needs saying.
+    """Describe a pipeline configuration, as in ``2 stages, 16 microbatches``, with the schedule if there are several
+    stages.
 
-    ``stages`` says more of them than how many there are.
+    ``stages`` replaces the number of stages by a longer text.
     """
     if stages is None:
         chunks = f" of {pipeline.num_chunks} chunks" if pipeline.num_chunks > 1 else ""
@@ -88,7 +89,7 @@ def describe(pipeline: PipelineConfig, *, stages: str | None = None) -> str:
 
 
 def summarise(plan: Plan) -> str:
-    """The two strategies that most layers of a plan have, and how many layers have another."""
+    """Describe the two most common strategies of a plan, and the number of layers with another one."""
     counts: dict[str, int] = {}
     for strategy in plan.strategies:
         counts[str(strategy)] = counts.get(str(strategy), 0) + 1
@@ -99,10 +100,10 @@ def summarise(plan: Plan) -> str:
 
 
 def priced_or_reason(plan: Plan, path: Path, **given: Unpack[Elsewhere]) -> tuple[PlanRequest, Job] | str:
-    """Return the request of the plan in a file and its job, or why its costs are not at hand.
+    """Return the request of the plan in a file and its job, or the reason why its costs are not available.
 
-    The reason is for a prediction that stands without them: raises `UserError` where there is none, or where
-    ``cluster``, ``network`` or ``profile`` is what was wrong.
+    A reason is returned only if the plan has a prediction that can be used without them. Raises `UserError` if it has
+    none, or if ``cluster``, ``network`` or ``profile`` was given.
     """
     try:
         request = request_of_plan(plan, folder=path.parent, **given)
@@ -121,12 +122,12 @@ def priced_or_reason(plan: Plan, path: Path, **given: Unpack[Elsewhere]) -> tupl
 
 
 def with_price(plan: Plan, job: Job) -> Plan:
-    """The plan with its prediction for a job of the same model and batch, which claims nothing of other plans."""
+    """Return the plan with its prediction for a job of the same model and batch, without claims about other plans."""
     return with_cost(plan, job, predict(plan, job))
 
 
 def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
-    """The plan with a prediction of this cost, and its whole training, if it has one, at this speed."""
+    """Return the plan with a prediction of this cost, which also updates the figures of its whole training."""
     engine, certificate = engine_name(job), Certificate(status="priced")
     priced = plan.model_copy(update={"engine": engine, "prediction": prediction_of(job, plan, cost, certificate)})
     training = plan.training
@@ -143,10 +144,10 @@ def prediction_of(
     alternatives: tuple[Alternative, ...] = (),
     found: Sequence[tuple[Plan, float]] = (),
 ) -> Prediction:
-    """What is predicted of a plan that has this cost, and what is proven of it.
+    """Return the prediction of a plan with this cost and certificate.
 
-    No measured runs are like those over several pools. A pool that the plan leaves out is said to cost what the plans
-    ``found`` with it take, each given with the seconds of its step.
+    Plans over several pools have no interval, because no measured runs resemble them. For a pool that the plan leaves
+    out, the prediction names the cost of the plans ``found`` with it, each given with its step time in seconds.
     """
     first, is_mixed = job.jobs(plan)[0], job.is_mixed
     return Prediction(
@@ -172,7 +173,7 @@ def prediction_of(
 
 
 def _host_use(job: Job, plan: Plan, stages: Sequence[StagePrediction]) -> HostUse | None:
-    """What a node holds in host memory, of the node that has least left; None where none holds any."""
+    """Return the host memory use of the node with the least left; None if no node uses any."""
     of_rank = [
         held.host_bytes for stage, held in zip(plan.stages, stages, strict=True) for _ in range(stage.num_devices)
     ]
@@ -188,7 +189,7 @@ def _host_use(job: Job, plan: Plan, stages: Sequence[StagePrediction]) -> HostUs
 
 
 def refuse_host(plan: Plan) -> Plan:
-    """Return the plan; raises `UserError` where it holds more in host memory than there is."""
+    """Return the plan. Raises `UserError` if it needs more host memory than there is."""
     use = plan.prediction.host if plan.prediction else None
     if use is not None and not use.fits:
         raise UserError(
@@ -201,7 +202,7 @@ def refuse_host(plan: Plan) -> Plan:
 
 
 def _pool_uses(job: Job, plan: Plan, step_time_s: float, found: Sequence[tuple[Plan, float]]) -> tuple[PoolUse, ...]:
-    """The pools of a job as a plan uses them; the plans ``found`` say what those it leaves out would have cost."""
+    """Return a plan's use of each pool of a job, with the cost of the pools it leaves out by the plans ``found``."""
     names, own = plan.cluster.split("+"), job.jobs(plan)
     places, uses = {name: place for place, name in enumerate(names)}, []
     for pool in sorted(job.by_group, key=lambda pool: places.get(pool.cluster.name, len(places))):
@@ -228,7 +229,7 @@ def _pool_uses(job: Job, plan: Plan, step_time_s: float, found: Sequence[tuple[P
 
 
 def uniform_plan(job: Job, strategy_text: str) -> Plan:
-    """The plan of one stage that uses one strategy everywhere and, of all microbatch counts, takes the least memory."""
+    """Return the plan of one stage and one strategy everywhere with the microbatch count of minimum memory."""
     strategy = parse_strategy(strategy_text)
     layers = job.chain.num_layers
     part = StagePart(ranks=(0, job.cluster.num_devices - 1), runs=fold_runs(0, (strategy,) * layers))
@@ -251,16 +252,16 @@ def uniform_plan(job: Job, strategy_text: str) -> Plan:
 
 
 def peak_bytes(plan: Plan) -> int:
-    """Bytes of the fullest device; 0 for a plan without prediction."""
+    """Peak memory of the fullest device in bytes; 0 for a plan without prediction."""
     return max(stage.total_bytes for stage in plan.prediction.stages) if plan.prediction else 0
 
 
 def warnings_of(
     job: Job, plan: Plan, stages: Sequence[StagePrediction], *, missed: Job | None = None
 ) -> tuple[str, ...]:
-    """What should be known of a plan: of its model, and of each pool whose devices are so full that steps may slow.
+    """Return the warnings for a plan: model caveats, memory pressure and misfits of the profile per pool.
 
-    ``missed`` is the job with the margins that no plan was found to leave free, which is said too.
+    ``missed`` is the job with the reserved memory that no plan was found to leave free, which is a warning as well.
     """
     found, own = list(job.chain.warnings(job.seq_len)), job.jobs(plan)
     for place, pool in enumerate(job.by_group):

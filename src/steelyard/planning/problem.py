@@ -1,10 +1,10 @@
 """The cost tables of a job: every pipeline configuration with every strategy that the options offer.
 
-Over several device groups every order of every choice of groups, every number of stages that divides each group, every
-number of microbatches and schedule is a configuration of its own, with the tables of its groups side by side
-(`steelyard.cost.placement`). There are thousands, so the bounds of a configuration are made one after another, the
-sharper ones from what was made for others, and its tables only when it may still be the best. Not searched: a part of a
-group, stages of unlike sizes within one, and chunks over several.
+Over several device groups, every ordered choice of groups, number of stages that divides each group, number of
+microbatches and schedule is a separate configuration, with the tables of its groups concatenated
+(`steelyard.cost.placement`). There are thousands of them, so the bounds of a configuration are computed one after
+another, the sharper ones reusing results for other configurations, and its tables only if it may still be the best. The
+search excludes parts of a group, stages of different sizes within one group, and chunks over several groups.
 """
 
 import itertools
@@ -56,17 +56,17 @@ if TYPE_CHECKING:
     from steelyard.search.problem import Problem
 
 LEVELS = 3
-"""Bounds of a configuration beyond that by what computing takes: by its times, by its memory, and by whole cuts."""
+"""Number of lower bounds after the one by computing time: by all times, by memory, and by whole cuts."""
 TINY_S = 1e-9
-"""What a stage takes at least where nothing is known."""
+"""Lower bound of a stage's time in seconds if nothing is known."""
 
 
 def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
-    """The cost tables of every pipeline configuration of a job as `search` takes them, on one group in the order of
-    `pipeline_configs`.
+    """Return the cost tables of every pipeline configuration of a job for `search`.
 
-    Each is made when it is first asked for; what is known before is what computing takes alone. Those over several
-    groups are for the budgets of the job alone. Raises `UserError` where no pipeline is as decided.
+    On one group, they are in the order of `pipeline_configs`. Each is built when it is first needed. Before that, only
+    the bound by computing time is known. Tables over several groups are only valid for the budgets of the job. Raises
+    `UserError` if no pipeline meets the decisions.
     """
     if job.is_mixed:
         if placed := GroupSpace(job, decisions).on_demand():
@@ -86,7 +86,7 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
         size, pipeline = config.devices_per_stage, config.pipeline
         if size not in offered:
             offered[size] = stage_strategies(job, size, decisions)
-        if not offered[size]:  # an engine without what was decided
+        if not offered[size]:  # the engine cannot meet the decisions
             continue
         place = size, pipeline.num_microbatches
         if place not in computed_s:
@@ -103,12 +103,12 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
 
 
 def is_uniform(job: Job, decisions: Decisions) -> bool:
-    """Return whether all layers must have one strategy: as the user decided, or since the engine has no other plans."""
+    """Return whether all layers must have one strategy, by the user's decision or because the engine has no others."""
     return bool(decisions.uniform) or not job.engine.capabilities.mixes_layers
 
 
 def _within_engine(job: Job, decisions: Decisions) -> Decisions:
-    """The decisions without choices that the engine does not have."""
+    """Return the decisions without choices that the engine does not have."""
     means = job.engine.capabilities
     if means.mixes_layers:
         return decisions
@@ -122,7 +122,7 @@ def _within_engine(job: Job, decisions: Decisions) -> Decisions:
 
 
 def _pins_of(job: Job, decisions: Decisions) -> tuple[Pin, ...]:
-    """The pins; of a plan of one strategy, those of all layers ask for remat of the blocks alone."""
+    """Return the pins. In plans of one strategy, a pin of all layers requires remat of the blocks only."""
     found = pins_of(decisions, job.chain)
     for size in (int(value) for pin in found for key, value in pin.wanted if key == MICRO_BATCH):
         if job.global_batch % size:
@@ -142,8 +142,8 @@ def _pins_of(job: Job, decisions: Decisions) -> tuple[Pin, ...]:
 
 
 def problem_of(job: Job, tables: Sequence[OnDemand]) -> "Problem":
-    """The cost tables of all these configurations of a job as a problem file holds them: memory as plain sums, from
-    above."""
+    """Return the cost tables of these configurations of a job as a problem file, with memory as plain sums that are
+    upper bounds."""
     from steelyard.search.problem import Problem
 
     return Problem(
@@ -155,10 +155,10 @@ def problem_of(job: Job, tables: Sequence[OnDemand]) -> "Problem":
 
 
 def is_beaten(job: Job, tables: Sequence[OnDemand], step_s: float) -> bool:
-    """Whether every plan of a job takes more than ``step_s``, whatever memory it has.
+    """Return whether every plan of a job is slower than ``step_s``, regardless of memory.
 
-    By what computing alone takes, and the cost tables of the configurations for which that is not enough. Never so
-    where processes share cores (`Profile.busy_speeds`), for which the sums of the search are no bound.
+    It compares the bounds by computing time, and the cost tables of configurations for which these are not enough. The
+    result is false if processes share cores (`Profile.busy_speeds`), because the search's times are no bound then.
     """
     if shares_cores(job):
         return False
@@ -166,15 +166,16 @@ def is_beaten(job: Job, tables: Sequence[OnDemand], step_s: float) -> bool:
 
 
 def shares_cores(job: Job) -> bool:
-    """Whether processes share cores, so that those that wait leave theirs to others (`Profile.busy_speeds`)."""
+    """Return whether processes share cores, so that waiting ones leave theirs to others (`Profile.busy_speeds`)."""
     return any(each.profile.busy_speeds for each in job.by_group)
 
 
 def shared_cores_bound_s(job: Job, given: OnDemand, bound_s: float) -> float:
-    """Return a lower bound of the step of a configuration where `shares_cores`; ``bound_s`` is the search's own.
+    """Return a lower bound of the step time of a configuration if `shares_cores`. ``bound_s`` is the search's own.
 
-    The sums take all processes to be busy at all times. One stage always is, but several do together as much work in a
-    second as the number of them that does most: $k s_k$ (`steelyard.cost.shared_cores`), and all passes are work.
+    The search assumes that all processes are always busy. A single stage always is, but several stages together do at
+    most the work per second of the best number $k$ of busy ones, $k s_k$ (`steelyard.cost.shared_cores`). All passes
+    are work.
     """
     if given.pipeline.num_stages == 1 or math.isinf(bound_s):
         return bound_s
@@ -191,11 +192,11 @@ def shared_cores_bound_s(job: Job, given: OnDemand, bound_s: float) -> float:
 
 
 def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
-    """Every number of stages that divides the devices with every number of microbatches that divides the batch.
+    """Return every number of stages that divides the devices with every number of microbatches that divides the batch.
 
-    Under every schedule that the options allow, wherever it is tried (`Schedule.is_tried`), and everywhere if one alone
-    is allowed, or if processes share cores: a schedule is left out because it is never faster on devices of its own. In
-    chunks where the blocks divide into them. A partition for comparison cuts no chunks.
+    Each is combined with every allowed schedule that is tried for it (`Schedule.is_tried`). A schedule is not tried if
+    it is never faster on separate devices, so all are tried if processes share cores, or if only one is allowed. Chunks
+    are used if the blocks divide into them, but not with a partition for comparison.
     """
     devices, layers = job.cluster.num_devices, job.chain.num_layers
     stages = [p for p in divisors(devices) if p <= min(layers, decisions.most_stages or layers)]
@@ -245,14 +246,14 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
 
 
 def microbatch_counts(global_batch: int) -> list[int]:
-    """Every number of microbatches that divides the batch."""
+    """Return every number of microbatches that divides the batch, up to `MOST_MICROBATCHES`."""
     return [m for m in divisors(global_batch) if m <= MOST_MICROBATCHES]
 
 
 def configs_under(
     schedules: Sequence[Schedule], job: Job, stages: Sequence[int], counts: Sequence[int]
 ) -> list[JobConfig]:
-    """The configurations of these numbers of stages and microbatches in which one of these schedules can run."""
+    """Return the configurations with these numbers of stages and microbatches that one of these schedules can run."""
     pipelines = [
         PipelineConfig(num_stages=p, num_chunks=chunks, num_microbatches=m, schedule=schedule)
         for p in stages
@@ -278,7 +279,7 @@ def configs_under(
 
 
 def stage_strategies(job: Job, devices_per_stage: int, decisions: Decisions) -> tuple[Strategy, ...]:
-    """The leaves of the decision tree for a stage, as far as the profile has their shapes."""
+    """Return the leaves of the decision tree for a stage whose shapes the profile has and that the engine can run."""
     shapes = job.profile.shapes
     offered, means = enumerate_strategies(devices_per_stage, space_options(job, decisions)), job.engine.capabilities
     is_piped = devices_per_stage < job.cluster.num_devices
@@ -292,9 +293,9 @@ def stage_strategies(job: Job, devices_per_stage: int, decisions: Decisions) -> 
 
 
 def space_options(job: Job, decisions: Decisions) -> SpaceOptions:
-    """What the decision tree may use for this job: dimensions that some layer of the model could be divided by.
+    """Return the options of the decision tree for this job, with the dimensions that can divide some layer.
 
-    What a pin asks for is offered even where its dimension finds it not worth a search.
+    Strategies that a pin requires are offered even if their dimension considers them not worth a search.
     """
     pins, decisions = pins_of(decisions, job.chain), _within_engine(job, decisions)
     dimensions = paper_dimensions() if decisions.space == "paper" else tuple(DIMENSIONS.values())
@@ -323,7 +324,7 @@ def _pinned(field: str, value: int, allowed: list[int], rule: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedPipeline:
-    """A pipeline over some of the groups, and what no plan of it is faster than."""
+    """A pipeline over some of the groups, with a lower bound of its step time."""
 
     placement: Placement
     pipeline: PipelineConfig
@@ -331,7 +332,7 @@ class PlacedPipeline:
 
 
 class GroupSpace:
-    """All pipelines of a job over several groups, their bounds and their tables, made when they are asked for."""
+    """All pipelines of a job over several groups, with their bounds and tables, which are built on demand."""
 
     def __init__(self, job: Job, decisions: Decisions) -> None:
         self._job, self._decisions = job, decisions
@@ -344,11 +345,11 @@ class GroupSpace:
         self._computed: dict[tuple[int, int, int], tuple[list[float], PricedLayers]] = {}
 
     def on_demand(self) -> tuple[OnDemand, ...]:
-        """The cost tables of every configuration, as `search` takes them."""
+        """Return the cost tables of every configuration for `search`."""
         return tuple(self._on_demand(each) for each in self.configs())
 
     def _on_demand(self, config: PlacedPipeline, level: int = 0) -> OnDemand:
-        """Those of a configuration, of whose bounds so many are known."""
+        """Return the cost tables of a configuration of whose bounds the first ``level`` are known."""
         make = partial(self.tables, config)
         if math.isfinite(config.bound_s):
             sharpen = partial(self._sharper, config, level) if level < LEVELS else None
@@ -357,14 +358,14 @@ class GroupSpace:
         return OnDemand(config.pipeline, config.bound_s, make, missing_bytes=missing)
 
     def _sharper(self, config: PlacedPipeline, level: int, cutoff_s: float) -> list[OnDemand]:
-        """A configuration with one bound more; by its times it becomes one for every order of its groups."""
+        """Return a configuration with its next bound. The bound by times splits it into one per order of its groups."""
         bound_s = max(config.bound_s, self.next_bound_s(config, level, cutoff_s))
         orders = self.orders(config) if level == 0 else (config,)
         return [self._on_demand(replace(each, bound_s=bound_s), level + 1) for each in orders]
 
     def configs(self) -> list[PlacedPipeline]:
-        """Every configuration that can run, of each order of its pools the first, bounded by what computing takes
-        alone."""
+        """Return every configuration that can run, in the first order of its pools, with its bound by computing
+        time."""
         found = []
         for pool, job in enumerate(self._job.by_group):
             divides = job.cluster.num_devices % (self._decisions.num_stages or 1) == 0
@@ -374,17 +375,18 @@ class GroupSpace:
         return [*found, *self._joined()]
 
     def orders(self, config: PlacedPipeline) -> Iterator[PlacedPipeline]:
-        """A configuration with its pools in every order along the pipeline, which the times alone do not tell apart."""
+        """Yield a configuration with its pools in every order along the pipeline. The bound by times is the same for
+        all."""
         pairs = zip(config.placement.pools, config.placement.stages, strict=True)
         for order in itertools.permutations(pairs):
             pools, stages = zip(*order, strict=True)
             yield replace(config, placement=Placement(pools=pools, stages=stages))
 
     def next_bound_s(self, config: PlacedPipeline, level: int, cutoff_s: float = math.inf) -> float:
-        """What no plan of a configuration is faster than: by its times, then by those and its memory, then by whole
-        cuts too.
+        """Lower bound of the step time of a configuration in seconds: by times, then also by memory, then also by whole
+        cuts.
 
-        More than ``cutoff_s`` need not be told apart.
+        Bounds above ``cutoff_s`` need not be exact.
         """
         if level == 0:
             stages = self._stages(config)
@@ -393,7 +395,7 @@ class GroupSpace:
         return slowest_s if math.isinf(slowest_s) else self._bound_within_s(config, slowest_s, are_made=level == 2)
 
     def tables(self, config: PlacedPipeline) -> CostTables:
-        """The cost tables of a configuration."""
+        """Return the cost tables of a configuration."""
         placement = config.placement
         offered = [self._strategies(*each) for each in zip(placement.pools, placement.sizes(self._job), strict=True)]
         known = [self._known[pool] for pool in placement.pools]
@@ -411,7 +413,7 @@ class GroupSpace:
         return self._least_s(config, priced, transfers, rooms, slowest_s)
 
     def _slowest_s(self, config: PlacedPipeline, cutoff_s: float) -> float:
-        """What the slowest stage of a configuration takes at least; 0 where its stages have several chunks."""
+        """Lower bound in seconds of the slowest stage of a configuration; 0 if its stages have several chunks."""
         if config.pipeline.num_chunks > 1:
             return 0.0
         stages, passes = self._runs_of(config), config.pipeline.num_passes
@@ -419,11 +421,11 @@ class GroupSpace:
         return least_slowest_s(*stages, self._job.chain.num_layers, least_s, cutoff_s / passes) * (1 - ROUNDING)
 
     def missing_bytes(self, config: PlacedPipeline, most: int) -> int:
-        """How much more memory a configuration needs at least, on every device; ``most`` if not less."""
+        """Minimum of additional bytes that a configuration needs on every device, at most ``most``."""
         return missing_bytes(self._runs_of(config)[0], self._job.chain.num_layers, most)
 
     def _runs_of(self, config: PlacedPipeline) -> tuple[list[tuple[HeldRuns, int]], list[float]]:
-        """Of every stage its runs with the microbatches in flight, and what it takes for handing over."""
+        """Return the runs of every stage with its microbatches in flight, and its transfer time in seconds."""
         pipeline = config.pipeline
         is_alone = len(config.placement.pools) == 1
         runs = [self._runs(*each, pipeline, is_alone) for each in config.placement.of_stages(self._job)]
@@ -443,7 +445,7 @@ class GroupSpace:
         return self._known_runs[key]
 
     def _stages(self, config: PlacedPipeline, *, are_made: bool = False) -> list["_StageLayers"]:
-        """``are_made`` where the tables of the stages are known, or may as well be."""
+        """Return the layers on every stage. ``are_made`` uses the full times of all layer types, not only of blocks."""
         pipeline, is_alone = _without_chunks(config.pipeline), len(config.placement.pools) == 1
         return [self._layers(*each, pipeline, are_made, is_alone) for each in config.placement.of_stages(self._job)]
 
@@ -483,12 +485,12 @@ class GroupSpace:
         return found / config.pipeline.num_chunks * (1 - ROUNDING)
 
     def _handed_s(self, config: PlacedPipeline, transfers: Sequence[float]) -> list[float]:
-        """What each stage takes for handing over; between pools, and between chunks, that counts for nothing."""
+        """Transfer time of each stage in seconds, counted as 0 between pools and between chunks."""
         chunks, borders = config.pipeline.num_chunks, {0, *itertools.accumulate(config.placement.stages)}
         return [0.0 if chunks > 1 or stage in borders else each for stage, each in enumerate(transfers)]
 
     def _compute(self, pool: int, size: int, pipeline: PipelineConfig) -> tuple[list[float], PricedLayers]:
-        """What computing alone takes on stages of a size: by layer type, and of all layers."""
+        """Return the minimum computing time on stages of a size, in seconds by layer type and for all layers."""
         key = pool, size, pipeline.num_microbatches
         if key not in self._computed:
             config = JobConfig(job=self._job.by_group[pool], pipeline=_without_chunks(pipeline), stage_size=size)
@@ -523,10 +525,10 @@ def _without_chunks(pipeline: PipelineConfig) -> PipelineConfig:
 
 
 class _StageLayers:
-    """What the layers take on stages of one size of one pool, with one number of microbatches.
+    """Costs of the layers on stages of one size of one pool, with one number of microbatches.
 
-    ``time_s`` [K, S] is what they take at least: of those that are no blocks, which are few, it may be what computing
-    takes at its fastest.
+    ``time_s`` [K, S] is a lower bound of their times. For the few layers that are not blocks, it may be the minimum
+    computing time.
     """
 
     def __init__(
@@ -541,11 +543,11 @@ class _StageLayers:
         self._within: dict[tuple[int, bool], PricedLayers] = {}
         self.transfer_s = transfer_s(config)
         self.fastest = priced_layers(costs.legal, time_s, np.zeros(costs.legal.shape, dtype=np.int64), counts)
-        """By their times alone."""
+        """Layers priced by their times alone."""
         self.room_bytes = usable_bytes(config.job) - context_bytes(config)
 
     def within(self, in_flight: int, counts: Sequence[int], *, has_gradients: bool) -> PricedLayers:
-        """With the bytes that they hold with so many microbatches in flight, at least."""
+        """Return the layers priced with a lower bound of their bytes at this number of microbatches in flight."""
         key = in_flight, has_gradients
         if key not in self._within:
             costs = self._costs

@@ -1,14 +1,14 @@
-"""All that planning is asked, as one value: the command line, Python and every command that plans again build one.
+"""Planning requests: all inputs of planning as one value, which the command line, Python and every replanning build.
 
 | built by               | from                                                                    |
 |------------------------|-------------------------------------------------------------------------|
-| `make_request`         | what a user says: names, paths, texts with units, a module of their own |
-| `request_of_plan`      | a plan, with what takes the place of what it was made for               |
+| `make_request`         | user input: names, paths, texts with units, the user's own module       |
+| `request_of_plan`      | a plan, with optional replacements of its cluster, memory, engine, …    |
 | `dataclasses.replace`  | another request: see `steelyard.planning.variants`                      |
 
-`steelyard.planning.job.job_of` prices a request, `steelyard.planning.complete.complete` answers it. A plan that was
-made from a measured profile names the profile's file with its hash: a request of the plan has that profile where the
-file is still as it was.
+`steelyard.planning.job.job_of` prices a request, and `steelyard.planning.complete.complete` answers it. A plan made
+from a measured profile names the profile's file with its hash. A request of the plan uses that profile if the file is
+unchanged.
 """
 
 import hashlib
@@ -46,20 +46,20 @@ from steelyard.tracer.packaged import TRACER_VERSION
 from steelyard.units import parse_bytes
 
 GivenProfiles = str | Path | Profile | Mapping[str, str | Path | Profile]
-"""One profile; or of several pools one each by name, which the command line writes ``old=a.json,new=b.json``."""
+"""One profile, or one per pool by name, written ``old=a.json,new=b.json`` on the command line."""
 
 
 def read_profile(path: str | Path) -> tuple[Profile, ProfileFile]:
-    """The profile in a file, and what a plan keeps of the file to find it again; raises `InvalidProfileError`."""
+    """Read a profile and the reference by which a plan finds its file again. Raises `InvalidProfileError`."""
     profile = parse_file(Path(path), Profile, InvalidProfileError, what="profile")
     return profile, ProfileFile(path=str(path), sha256=_sha256(Path(path)))
 
 
 def recorded_profile(source: CostSource, *, folder: Path | None) -> Path:
-    """The file of the measured profile that a plan's costs came from, as it was then.
+    """Return the unchanged file of the measured profile that a plan's costs came from.
 
-    Looked for where it was, and in the plan's ``folder`` under its path and its name. Raises `InvalidProfileError` that
-    says what became of it.
+    It is looked for at its recorded path, and in the plan's ``folder`` under that path and its name. Raises
+    `InvalidProfileError` if it is missing or has changed.
     """
     if source.file is None:
         raise _not_at_hand("a plan made from a measured profile, of which it names no file")
@@ -88,36 +88,37 @@ def _sha256(path: Path) -> str:
 
 
 Objective = Literal["time", "devices"]
-"""The fastest plan, or the fewest devices that hold one and then the fastest."""
+"""Fastest plan, or fewest devices that hold a plan and then the fastest."""
 MOST_IMBALANCE = 8.0
-"""Largest expert load imbalance that is planned for; above it the router needs fixing, not a plan."""
+"""Largest expert load imbalance that is planned for. Above it, fix the router instead of planning."""
 MARGIN = 0.05
-"""Fraction of a GPU's memory that is left free unless something else is asked for.
+"""Fraction of a GPU's memory that is left free by default.
 
-PyTorch's allocator keeps what was freed for the next tensor of that size. Where the device is nearly full it gives all
-of that back and asks for it again, in every step. In published runs (`benchmarks/published-runs.md`) those that were
-measured above 90 % of their device took 3 to 8 times as long as predicted. Of those of that source whose predicted
-memory, an upper bound, is above 95 % six of 33 took 3 times as long, below it one in forty; others show nothing of it.
-So plans are searched within `MARGIN` less than a GPU has, and within all of it where none fits so. The CPU's allocator
-keeps nothing.
+PyTorch's allocator caches freed memory for the next tensor of that size. If the device is nearly full, it returns the
+cached memory and allocates it again in every step. The published runs (`benchmarks/published-runs.md`) measured above
+90 % of their device memory took 3 to 8 times as long as predicted. Of the runs of that source with a predicted memory
+(an upper bound) above 95 %, six of 33 took 3 times as long; below it, one in forty. Other sources show no such effect.
+So plans are searched with `MARGIN` of a GPU's memory free, and within all of it if none fits that way. The CPU's
+allocator caches nothing.
 """
 MOST_MARGIN = 0.9
 SIMPLIFY = 0.01
-"""Predictions err by more, and a plan of few groups of layers is read, checked and written for other engines."""
+"""Allowed slowdown of a simpler plan, as a fraction of the step time. Prediction errors are larger, and a plan of few
+groups of layers is easier to read, to check and to write for other engines."""
 MOST_SIMPLIFY = 0.5
 NUM_ALTERNATIVES = 5
 NUM_FALLBACKS = 2
 
 
 class MeasuredProfile(NamedTuple):
-    """A measured profile, and the file it was read from, if any."""
+    """A measured profile and the file that it was read from, if any."""
 
     profile: Profile
     file: ProfileFile | None = None
 
 
 class Budget(NamedTuple):
-    """Bytes that one device may hold, and those that are left free beside them."""
+    """Memory budget of one device in bytes, and the bytes that are left free in addition."""
 
     num_bytes: int
     margin_bytes: int
@@ -125,56 +126,57 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """All that planning is asked; valid from birth. Raises `UserError` for what contradicts itself or is out of range.
+    """All inputs of planning, validated on construction.
 
-    ``global_batch`` counts samples of ``seq_len`` tokens; either may be None, and is then as large as fits.
+    ``global_batch`` counts samples of ``seq_len`` tokens. Either may be None and is then as large as fits. Raises
+    `UserError` for contradictory values and values out of range.
     """
 
     chain: ModelChain
-    """The model, with what is frozen."""
+    """Model with its frozen parameters."""
     own: Any = None
-    """The user's own module (`steelyard.modules.own_pieces.OwnModel`) where ``chain`` is of one."""
+    """The user's own module (`steelyard.modules.own_pieces.OwnModel`) if ``chain`` is its chain."""
     cluster: Cluster
     global_batch: int | None
     seq_len: int | None
     precision: Precision = "bf16"
     memory_bytes: int | None = None
-    """Budget per device; None for all it has."""
+    """Budget per device in bytes; None for all of its memory."""
     memory_margin: float | None = None
-    """Fraction of the budget to leave free where a plan fits so; None for `MARGIN` of a GPU's own memory."""
+    """Fraction of the budget to leave free if a plan fits that way; None for `MARGIN` of a GPU's own memory."""
     budgets: Mapping[str, Budget] = field(default_factory=dict)
-    """Budgets that are already known, by the name of the pool."""
+    """Known budgets by the name of the pool."""
     engine: Engine = NATIVE
-    """What runs the plan."""
+    """Engine that runs the plan."""
     levers: Levers = NO_LEVERS
-    """What is changed beside strategies."""
+    """Levers: changes alongside strategies."""
     searched: tuple[str, ...] = ()
     """Names of levers whose values are left to the search."""
     profiles: Mapping[str, MeasuredProfile] = field(default_factory=dict)
-    """By the name of the pool; pools without one are traced and priced by the catalogue."""
+    """Measured profiles by the name of the pool. Pools without one are traced and priced by the catalogue."""
     calibration: tuple[Path, ...] = ()
     """Measured runs whose median scales all predicted times."""
     time_factor: float = 1.0
-    """A scale of all predicted times that is already known, from ``num_calibrating`` runs."""
+    """Known scale of all predicted times, from ``num_calibrating`` runs."""
     num_calibrating: int = 0
     imbalance: float = ASSUMED_IMBALANCE
     """Load of the busiest expert rank relative to the mean."""
     decisions: Decisions = FREE
     objective: Objective = "time"
     simplify: float = SIMPLIFY
-    """How much longer than the fastest plan a simpler one may take, as a fraction of its step."""
+    """Allowed slowdown of a simpler plan relative to the fastest, as a fraction of its step time."""
     time_limit_s: float | None = TIME_LIMIT_S
-    """Of every search with the tables that it makes; None for no limit."""
+    """Time limit in seconds of every search, including its tables; None for no limit."""
     num_alternatives: int = NUM_ALTERNATIVES
-    """Plans that lost to keep with their reasons."""
+    """Number of slower plans to keep with their reasons."""
     num_next_best: int = NUM_ALTERNATIVES - 1
-    """Whole plans of other pipeline configurations to keep, for `steelyard measure`."""
+    """Number of whole plans of other pipeline configurations to keep, for `steelyard measure`."""
     num_fallbacks: int = NUM_FALLBACKS
-    """Whole plans of less memory to keep, for `steelyard train` to go on with when memory runs out."""
+    """Number of whole plans of less memory to keep, with which `steelyard train` continues if memory runs out."""
     tokens: int | None = None
-    """Tokens of the whole training, of which the plan says days and cost."""
+    """Tokens of the whole training, for which the plan gives days and cost."""
     price: float | None = None
-    """Of a device-hour."""
+    """Price per device-hour."""
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -209,9 +211,9 @@ class PlanRequest:
 
     @property
     def simplify_share(self) -> float:
-        """How much longer than the fastest plan a simpler one may take; 0 where the fastest is asked for.
+        """Allowed slowdown of a simpler plan; 0 if the fastest is requested.
 
-        So it is over several pools and for cuts that are not searched, where no simpler plans are known.
+        It is also 0 over several pools and for cuts that are not searched, because no simpler plans are known there.
         """
         if self.is_mixed or self.decisions.stage_partition != "exact":
             return 0.0
@@ -219,12 +221,12 @@ class PlanRequest:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the devices are several pools of different devices."""
+        """Whether there are several pools of different devices."""
         return len(self.cluster.pools) > 1
 
 
 class Elsewhere(TypedDict, total=False):
-    """What takes the place of what a plan was made for; what is None or missing is as the plan has it."""
+    """Replacements for the cluster and other inputs of a plan. Fields that are None or missing keep the plan's own."""
 
     cluster: str | Cluster | None
     network: str | None
@@ -249,12 +251,12 @@ def make_request(
     levers: Mapping[str, str | None] | None = None,
     **asked: Any,
 ) -> PlanRequest:
-    """Return the request that a user's words describe; see `steelyard.planning.complete.find_plan`.
+    """Return the request for a user's input; see `steelyard.planning.complete.find_plan`.
 
-    ``max`` asks for the most that fits, ``devices`` for one sample per device. ``freeze`` names what is not trained;
-    what a module of the user's own has without gradients is not trained either. ``levers`` are texts by the name of the
-    lever. ``asked`` are fields of `PlanRequest`.
-    Raises one `UserError` for all that is misspelt of model, cluster, memory and profile.
+    ``max`` requests the most that fits, ``devices`` one sample per device. ``freeze`` names the parameters that are not
+    trained; parameters of the user's own module without gradients are not trained either. ``levers`` are texts by the
+    name of the lever. ``asked`` are fields of `PlanRequest`. Raises one `UserError` for all misspelt values among
+    model, cluster, memory and profile.
     """
 
     def read_chain() -> ModelChain:
@@ -305,11 +307,11 @@ def make_request(
 def request_of_plan(
     plan: Plan, *, folder: Path | None = None, decisions: Decisions = FREE, **given: Unpack[Elsewhere]
 ) -> PlanRequest:
-    """Return the request that a plan answers: on its cluster within its budget, or elsewhere with the memory there.
+    """Return the request that a plan answers, within its budget on its cluster, or with the memory of another cluster.
 
-    Times are scaled, and experts as unbalanced, as they were for the plan's prediction. On its own cluster a plan made
-    from a measured profile has that profile, whose file is also looked for in the plan's ``folder``; raises
-    `InvalidProfileError` where it is not there as it was, and `UserError` where a plan over pools gets one cluster.
+    The scale of times and the expert load imbalance are those of the plan's prediction. With its original cluster, a
+    plan made from a measured profile uses that profile, whose file is also looked for in the plan's ``folder``. Raises
+    `InvalidProfileError` if the file is missing or has changed, and `UserError` if a plan over pools gets one cluster.
     """
     cluster, network, memory = given.get("cluster"), given.get("network"), given.get("memory")
     machines = _machines(plan.hardware_value() if cluster is None else cluster, network)
@@ -356,9 +358,9 @@ def request_of_plan(
 
 
 def with_levers(request: PlanRequest, texts: Mapping[str, str]) -> PlanRequest:
-    """Return the request with these levers beside its own; raises `UserError` where they cannot be had.
+    """Return the request with these levers added to its own. Raises `UserError` if they are impossible.
 
-    What changes a model is for one of which nothing is changed or frozen.
+    Levers that change the model require one without changes or frozen parameters.
     """
     levers = Levers.of({**request.levers.texts, **texts})
     chain = request.chain
@@ -376,7 +378,7 @@ def with_levers(request: PlanRequest, texts: Mapping[str, str]) -> PlanRequest:
 
 
 def changed_chain(chain: ModelChain, levers: Levers, freeze: Sequence[str], own: Any = None) -> ModelChain:
-    """Return what levers make of a model, with what is frozen of it, which is kept for the next time."""
+    """Return the model as changed by levers, with its frozen parameters, which are cached on disk."""
     chain = levers.change(chain)
     if chain.freeze is not None or not (own is not None or freeze or chain.has_adapters):
         return chain
@@ -404,7 +406,7 @@ def _num_bytes(memory: str | int | None) -> int | None:
 
 
 def _read_if_one(profile: GivenProfiles | None, cluster: str | Cluster) -> GivenProfiles | MeasuredProfile | None:
-    """The profile in a file, where one is named; those of several pools are read once these are known."""
+    """Return the profile in a file if one is named. Profiles of several pools are read once the pools are known."""
     is_mixed = "+" in cluster if isinstance(cluster, str) else len(cluster.pools) > 1
     if not is_mixed and (isinstance(profile, Path) or (isinstance(profile, str) and "=" not in profile)):
         return MeasuredProfile(*read_profile(profile))
@@ -412,7 +414,7 @@ def _read_if_one(profile: GivenProfiles | None, cluster: str | Cluster) -> Given
 
 
 def _profiles(given: GivenProfiles | MeasuredProfile | None, machines: Cluster) -> dict[str, MeasuredProfile]:
-    """The profile of each pool that has one; raises `InvalidProfileError` for one that is of no pool."""
+    """Return the profile of each pool that has one. Raises `InvalidProfileError` for a profile of no pool."""
     names = [pool.name for pool in machines.pools]
     given = MeasuredProfile(given) if isinstance(given, Profile) else given
     if isinstance(given, MeasuredProfile) and len(names) == 1:
@@ -436,7 +438,7 @@ def _profiles(given: GivenProfiles | MeasuredProfile | None, machines: Cluster) 
 
 
 def _taken(plan: Plan, machines: Cluster) -> list[tuple[str, CostSource, Budget]]:
-    """Each pool by its name, where the costs of a plan's prediction come from on it, and the budget they are within."""
+    """Return each pool's name, the source of the plan's predicted costs on it, and its budget."""
     found = plan.prediction
     if found is None:
         return []
@@ -464,7 +466,7 @@ def _check_sizes(request: PlanRequest) -> None:
 
 
 def _check_model(request: PlanRequest) -> None:
-    """Raises `UserError` for an imbalance or a precision that the model cannot have."""
+    """Raise `UserError` for an imbalance or a precision that the model cannot have."""
     chain, imbalance = request.chain, request.imbalance
     if imbalance != ASSUMED_IMBALANCE and not any(layer_type.num_experts for layer_type in chain.layer_types):
         raise UserError(
@@ -491,7 +493,7 @@ def _check_model(request: PlanRequest) -> None:
 
 
 def _check_what_is_free(request: PlanRequest) -> None:
-    """Raises `UserError` where more than one of length, batch and devices is free, or a length that is measured."""
+    """Raise `UserError` if more than one of length, batch and devices is free, or a length that is measured."""
     is_fewest = request.objective == "devices"
     if request.searched and (is_fewest or None in (request.seq_len, request.global_batch)):
         raise UserError(
@@ -525,7 +527,7 @@ def _check_what_is_free(request: PlanRequest) -> None:
 
 
 def _check_engine(request: PlanRequest) -> None:
-    """Raises `UserError` for a model that the engine cannot train, or for several pools, which only ours runs."""
+    """Raise `UserError` if the engine cannot train the model, or for several pools, which only our own engine runs."""
     check_precision(request.engine, request.precision)
     if request.engine == NATIVE:
         return
@@ -570,7 +572,7 @@ def _check_pools(request: PlanRequest) -> None:
 
 
 def not_with_pools(asked: Mapping[str, object]) -> None:
-    """Raise `UserError` for the first option that was asked for: none goes with several pools of devices."""
+    """Raise `UserError` for the first option that was given, because none works with several pools of devices."""
     option = next((option for option, value in asked.items() if value), None)
     if option is not None:
         raise UserError(

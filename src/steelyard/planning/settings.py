@@ -1,4 +1,4 @@
-"""A plan as engineers set it for a framework: a few degrees for the whole model, stages of as many blocks each."""
+"""Plans as engineers configure them for a framework: a few degrees for the whole model, equally many blocks a stage."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +30,8 @@ __all__ = ["Settings", "plan_of_file", "plan_of_settings", "price_settings"]
 def price_settings(request: PlanRequest, engine: Engine, precision: Precision, settings: Settings) -> tuple[Plan, Job]:
     """Return the plan of settings with its price under an engine, and its job.
 
-    ``request`` is one of our own runtime. Optimizer states are replicated for ``zero`` 0, also where the engine shards
-    them by itself. Raises `UserError` as `plan_of_settings`.
+    ``request`` is for our own runtime. Optimizer states are replicated for ``zero`` 0, even if the engine shards them
+    by itself. Raises `UserError` as `plan_of_settings`.
     """
     check_levers(request.levers, request.chain, engine)
     states = engine.execution.states
@@ -51,10 +51,10 @@ def plan_of_file(
     global_batch: int | None = None,
     seq_len: int | None = None,
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return the priced plan that a file of an engine describes, and what should be known of how it was read.
+    """Return the priced plan that a file of an engine describes, and notes on how it was read.
 
-    Without ``engine`` it is the first that reads files of that ending. ``global_batch`` and ``seq_len`` take the place
-    of what the file says. Raises `UserError` for a file that cannot be read, or leaves out what is needed.
+    ``engine`` defaults to the first one that reads files with that ending. ``global_batch`` and ``seq_len`` override
+    the file. Raises `UserError` if the file cannot be read or is incomplete.
     """
     runs_it = engine_of(engine) if engine else next((each for each in ENGINES.values() if _reads(each, path)), None)
     if runs_it is None or runs_it.reader is None:
@@ -124,9 +124,9 @@ def _needed(option: str, path: Path, value: int | None) -> int:
 
 
 def plan_of_settings(job: Job, settings: Settings) -> Plan:
-    """Return the plan that these settings are for the job's model, devices, batch and engine, without a prediction.
+    """Return the plan of these settings for the job's model, devices, batch and engine, without a prediction.
 
-    Raises `UserError` where they divide devices, batch or experts unevenly, or the engine cannot run them.
+    Raises `UserError` if they divide devices, batch or experts unevenly, or if the engine cannot run them.
     """
     chain, devices = job.chain, job.cluster.num_devices
     model_ranks = settings.tp * settings.cp * settings.pp
@@ -176,7 +176,8 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
 
 
 def _strategy(job: Job, settings: Settings, data: int, experts: int) -> Strategy:
-    """The strategy of a block; an engine with buffers of its own shards optimizer states of replicated parameters."""
+    """Return the strategy of a block. An engine with its own buffers shards optimizer states of replicated
+    parameters."""
     if (states := job.execution.states) is not None and settings.zero < states.zero:
         raise UserError(
             field="--zero",
@@ -194,7 +195,7 @@ def _strategy(job: Job, settings: Settings, data: int, experts: int) -> Strategy
     levels += [f"tp{settings.tp}{'+sp' if settings.sp else ''}"] if settings.tp > 1 else []
     stages = job.engine.capabilities.allowed(ZERO, is_piped=settings.pp > 1)
     is_one = len(stages) == 1 and is_sharded and not job.engine.capabilities.mixes_layers
-    zero = max(stages) if is_one else settings.zero  # all that FSDP does in this engine
+    zero = max(stages) if is_one else settings.zero  # the only ZeRO stage of this engine's FSDP
     words = ["-".join(levels) or "single"]
     words += [f"zero{zero}"] if is_sharded and zero != 3 else []
     words += [f"ep{experts}"] if experts > 1 else []
@@ -217,7 +218,7 @@ def _divided(option: str, whole: int, parts: int, words: str) -> int:
 
 
 def _even(blocks: int, parts: int) -> list[int]:
-    """Numbers of blocks as even as can be, more in the middle of the pipeline than beside its ends."""
+    """Return numbers of blocks that are as even as possible, larger in the middle of the pipeline than at its ends."""
     if parts > blocks:
         raise UserError(
             field="--pp, --vpp",

@@ -1,22 +1,24 @@
-"""The simplest plan within a share of the fastest one, no deeper than usual, and the reason of every group of layers.
+"""The simplest plan within a fraction of the fastest, no deeper than usual, with the reason of every group of layers.
 
-No published run tests what is predicted of deeper pipelines than any that was run, so a plan has no more stages than
-plans of models of its size, unless more of them gain `DEPTH_GAIN`: `USUAL_STAGES`, or one for every `STAGE_PARAMS`
-parameters. In published_runs and expert_plans the most stages are 8 of LLaMA-65B and Llama-3-70B, 12 of BLOOM-176B, 16
-of Megatron's 310B, Llama-3-405B and DeepSeek-V3, 35 of MT-NLG-530B and 64 of Megatron's 1,008B. More have BigScience's
-search (181B, 24), Qwen3-235B on 256 H100 (32, once) and studies of schedules; 13B to 39B have 4 without these.
+No published run tests the predictions for pipelines deeper than any that was run. So a plan has no more stages than
+plans of models of its size, unless more stages gain `DEPTH_GAIN`: `USUAL_STAGES`, or one for every `STAGE_PARAMS`
+parameters. In published_runs and expert_plans the maximum is 8 stages for LLaMA-65B and Llama-3-70B, 12 for BLOOM-176B,
+16 for Megatron's 310B, Llama-3-405B and DeepSeek-V3, 35 for MT-NLG-530B and 64 for Megatron's 1,008B. Only BigScience's
+search (181B, 24 stages), Qwen3-235B on 256 H100 (32, once) and studies of schedules have more; without these, models of
+13B to 39B have 4.
 
-Predictions err by more than most mixes of strategies gain, and a plan of few groups of layers is easier to read, check
-and hand to another engine. Two families are searched, the second where the first has no plan within the share:
+Prediction errors are larger than the gain of most mixes of strategies, and a plan of few groups of layers is easier to
+read, to check and to hand to another engine. Two families are searched, the second if the first has no plan within the
+fraction:
 
 | family       | blocks                                                        | embedding, head                   |
 |--------------|---------------------------------------------------------------|-----------------------------------|
 | leading runs | one sharding, any; the first of a stage recompute more        | as the blocks, not recomputed     |
 | free remat   | one sharding of the fastest plan's blocks; each its own remat | as the blocks, or as in that plan |
 
-Of every pipeline configuration the fastest plan of the family counts, and of these the one of the fewest groups: runs
-of neighbouring layers of one strategy, summed over the stages; of as many, that of the fewest shardings. Plans as
-simple that differ by less than `TIE` are told apart by the memory that they leave.
+Each pipeline configuration contributes the fastest plan of the family. The plan with the fewest groups wins (runs of
+neighbouring layers of one strategy, summed over the stages), and among those the one with the fewest shardings. Equally
+simple plans that differ by less than `TIE` are ranked by the memory that they leave free.
 """
 
 from collections import Counter
@@ -44,31 +46,32 @@ from steelyard.planning.request import PlanRequest
 from steelyard.units import format_bytes, format_seconds
 
 TIE = 0.003
-"""Plans whose steps differ by less are equally fast."""
+"""Fraction of the step time below which two plans are equally fast."""
 SAME = 5e-4
-"""Step times that differ by less than this fraction are called the same."""
+"""Fraction below which two step times are reported as equal."""
 USUAL_STAGES = 8
 STAGE_PARAMS = 15_000_000_000
-"""MT-NLG has 15.1 billion a stage, Megatron's largest 15.8, BLOOM 14.7."""
+"""Parameters per stage of large models: MT-NLG has 15.1 billion, Megatron's largest 15.8, BLOOM 14.7."""
 DEPTH_GAIN = 0.07
 
 
 def num_params(job: Job) -> int:
-    """Return the parameters of a job's model."""
+    """Number of parameters of a job's model."""
     layers = [job.layer(each.name, {}) for each in map(job.chain.type_of, range(job.chain.num_layers))]
     return sum(each.num_params for each in layers if each is not None)
 
 
 def usual_stages(job: Job) -> Decisions:
-    """Return as a decision how many stages plans of models of the job's size have at most."""
+    """Return the usual maximum number of stages for models of the job's size, as a decision."""
     return Decisions(most_stages=max(USUAL_STAGES, num_params(job) // STAGE_PARAMS))
 
 
 def with_usual_stages(result: PlanningResult, request: PlanRequest) -> tuple[PlanningResult, Decisions]:
-    """Return the result with the fastest plan of no more stages than usual, and that as a decision.
+    """Return the result with the fastest plan of no more stages than usual, and this limit as a decision.
 
-    The result itself, and no decision, where its plan has no more, or where all others take over `DEPTH_GAIN` longer.
-    What the plan gives up stands in its prediction. A request without a share for simpler plans gives up nothing.
+    The result is unchanged, without a decision, if its plan has no more stages, or if all others are slower by more
+    than `DEPTH_GAIN`. The prediction of the plan states the slowdown. A request that allows no slowdown for simpler
+    plans is not changed.
     """
     plan, job, free = result.plan, result.job, Decisions()
     if plan is None or job.is_mixed or not request.simplify_share:
@@ -94,10 +97,10 @@ def with_usual_stages(result: PlanningResult, request: PlanRequest) -> tuple[Pla
 
 
 def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request: PlanRequest) -> Plan:
-    """Return the simplest plan that takes at most `PlanRequest.simplify_share` longer; the plan itself where none is.
+    """Return the simplest plan that is slower by at most `PlanRequest.simplify_share`, or the plan itself.
 
-    ``known`` are other plans that fit, none faster. What the simpler plan gives up stands in its prediction, and with
-    `PlanRequest.num_next_best` the fastest plan is kept beside it.
+    ``known`` are other plans that fit, none faster. The prediction of the simpler plan states the slowdown. With
+    `PlanRequest.num_next_best` the fastest plan is kept alongside it.
     """
     job, best_s = result.job, plan.step_s
     most_s = best_s * (1 + request.simplify_share)
@@ -133,7 +136,7 @@ def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request:
 
 
 def _of_one_sharding(tables: CostTables, plan: Plan, sharding: Strategy) -> CostTables:
-    """The tables with blocks of one sharding, whatever their remat, and ends as these or as in the plan."""
+    """Return the tables with blocks of one sharding, with any remat, and ends like the blocks or as in the plan."""
     chain, kept = plan.chain(), np.zeros_like(tables.legal)
     types = {each.name: each for each in chain.layer_types}
     ends = {0, chain.num_layers - 1} - {*block_layers(chain)}
@@ -147,12 +150,12 @@ def _of_one_sharding(tables: CostTables, plan: Plan, sharding: Strategy) -> Cost
 
 
 def _mixture(plan: Plan) -> tuple[int, int]:
-    """Count the groups of layers of a plan, and its shardings: how far it is from one strategy for all."""
+    """Count the groups of layers and the shardings of a plan, a measure of its distance from one strategy for all."""
     return plan.num_groups, len({strategy.without_remat() for strategy in plan.strategies})
 
 
 def _in_place_of(plan: Plan, chosen: Plan, cost: PlanCost, result: PlanningResult) -> Plan:
-    """A plan in the place of a faster one, with what it gives up."""
+    """Return a plan that replaces a faster one, with the slowdown in its prediction."""
     assert plan.prediction is not None, "what was searched is priced"
     job, best_s = result.job, plan.step_s
     warnings = warnings_of(job, chosen, cost.stages, missed=result.missed)
@@ -179,10 +182,10 @@ def _in_place_of(plan: Plan, chosen: Plan, cost: PlanCost, result: PlanningResul
 
 
 def with_reasons(plan: Plan, job: Job) -> Plan:
-    """Return the plan with the reason, in its prediction, of every strategy that is not that of most blocks.
+    """Return the plan with a reason, in its prediction, for every strategy that is not that of most blocks.
 
-    The reason is the cost of the plan with these layers as most blocks; the largest groups of layers come first. Plans
-    over several device groups have no reasons.
+    The reason is the cost of the plan if these layers had the strategy of most blocks. The largest groups of layers
+    come first. Plans over several device groups have no reasons.
     """
     if job.is_mixed or plan.prediction is None:
         return plan
@@ -204,7 +207,7 @@ def with_reasons(plan: Plan, job: Job) -> Plan:
 
 
 def _told_apart(strategy: Strategy, other: Strategy) -> tuple[str, str]:
-    """Two strategies in words, those of one sharding by their remat alone."""
+    """Describe two strategies by their difference: by remat alone if they have the same sharding."""
     if strategy.without_remat() != other.without_remat():
         return str(strategy), str(other)
     first, second = ("no remat" if each.remat is Remat.NONE else f"{each.remat} remat" for each in (strategy, other))
@@ -212,14 +215,14 @@ def _told_apart(strategy: Strategy, other: Strategy) -> tuple[str, str]:
 
 
 def _as_usual(plan: Plan, usual: Strategy, layer_type: LayerType) -> Strategy:
-    """The strategy that a layer would have as most blocks do, as near to it as is legal for its type."""
+    """Return the strategy of most blocks, or the nearest one that is legal for a layer type."""
     own = usual if layer_type.num_experts else usual.with_whole_experts()
     own = own if layer_type.role is LayerRole.BLOCK else own.without_remat()
     return own if illegal_reason(layer_type, own, plan.batch) is None else own.with_whole_tensors()
 
 
 def _cost(plan: Plan, job: Job, strategies: Sequence[Strategy], step_s: float, held: int) -> str:
-    """What a plan would take with other strategies of its layers, in words."""
+    """Describe the cost of a plan with other strategies of its layers."""
     if any(illegal_reason(job.chain.type_of(layer), each, plan.batch) for layer, each in enumerate(strategies)):
         return "cannot divide them"
     parts = tuple(
@@ -240,6 +243,6 @@ def _cost(plan: Plan, job: Job, strategies: Sequence[Strategy], step_s: float, h
 
 
 def _names(job: Job, layers: Sequence[int]) -> str:
-    """Layers by name, neighbours drawn together."""
+    """Return the names of layers, with neighbours joined into ranges."""
     runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])]
     return ", ".join(layers_text(job.chain, run[0], run[-1]) for run in runs)

@@ -1,16 +1,16 @@
-"""The largest and the smallest that do: the global batch that is worth its size, the longest sequence that fits, the
-fewest devices that hold a plan. Each asks `Study.plan` for one size after another.
+"""Search over sizes: the largest useful global batch, the longest sequence that fits, the fewest devices that hold a
+plan. Each calls `Study.plan` for one size after another.
 
-The batch is doubled while throughput grows and it fits. The published planners grow it until memory is full. Where
-microbatches can be added without end, memory never is: throughput only nears a limit, since what is done once a step is
-spread over ever more samples. So growth also ends where doubling gains next to nothing (`LEAST_GAIN`).
+The batch is doubled while throughput grows and it fits. The published planners grow it until memory is full. With
+unlimited microbatches, memory never is full: throughput only approaches a limit, because the per-step overhead is
+spread over more and more samples. So growth also ends if doubling gains almost nothing (`LEAST_GAIN`).
 
 The sequence is doubled while it fits, then narrowed down between the last two lengths. Activations grow with the tokens
-and states do not, so what fits at one length fits at every shorter one that is divided as evenly; all lengths tried are
-multiples of `STEP_TOKENS`. The model is traced anew at each of them. Of no length the tables are kept, which for
-hundreds of devices take a gigabyte: the one that is taken is planned once more.
+and states do not, so if one length fits, every shorter one that is divided as evenly fits too. All lengths tried are
+multiples of `STEP_TOKENS`. The model is traced again at each of them. No tables are kept, because they take a gigabyte
+for hundreds of devices, so the chosen length is planned once more.
 
-Devices are tried from the fewest upwards: divisors of a node on one node, beyond that whole nodes.
+Devices are tried from the fewest upwards: divisors of a node on one node, then whole nodes.
 
 Source: Miao et al. 2022, Algorithm 1 (the outer loop over batch sizes).
 """
@@ -26,33 +26,33 @@ from steelyard.planning.why_not import refuse_impossible
 from steelyard.units import format_count, format_plural
 
 LEAST_GAIN = 0.01
-"""Throughput that a batch twice as large must gain to be worth it."""
+"""Minimum throughput gain, as a fraction, for which the batch is doubled."""
 MAX_DOUBLINGS = 10
-"""Batches up to about a thousand samples per device are tried."""
+"""Maximum number of doublings, up to about a thousand samples per device."""
 STEP_TOKENS = 1024
 FIRST_TOKENS = 8192
 MOST_TOKENS = 2**24
 NARROWINGS = 3
-"""The length found is within an eighth of the longest that fits."""
+"""Number of narrowing steps. The length found is within an eighth of the longest that fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A size of a job that was tried: tokens/s of its best plan, or None and why there is none.
+    """A size of a job that was tried, with the tokens/s of its best plan, or None and the reason.
 
-    What the search found is not kept in it: the tables of many sizes take gigabytes.
+    It does not keep the result of the search, because the tables of many sizes take gigabytes.
     """
 
     size: int
-    """Samples of a step, or tokens of a sample."""
+    """Samples per step, or tokens per sample."""
     tokens_per_s: float | None
     reason: str
     has_margin: bool
-    """Whether the plan leaves the margin of the job free."""
+    """Whether the plan leaves the reserved memory fraction of the job free."""
 
     @property
     def text(self) -> str:
-        """What came of it, in words."""
+        """Description of the outcome."""
         if self.tokens_per_s is None:
             return f"does not fit: {self.reason}"
         return f"{format_count(self.tokens_per_s)} tokens/s" + ("" if self.has_margin else ", under pressure")
@@ -60,7 +60,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """What was tried, smallest first, why nothing else was, and which was chosen, with its plan."""
+    """Sizes that were tried, smallest first, the reason to stop, and the chosen one with its plan."""
 
     tried: tuple[Trial, ...]
     stopped: str
@@ -68,7 +68,7 @@ class Trials:
     result: PlanningResult
 
     def lines(self, words: str) -> list[str]:
-        """Return a line for each size that was tried, named by ``words``, and why no other was."""
+        """Return a line for each size that was tried, formatted by ``words``, and the reason to stop."""
         found = []
         for trial in self.tried:
             taken = " (taken)" if trial is self.taken and trial.tokens_per_s is not None else ""
@@ -77,7 +77,7 @@ class Trials:
 
 
 def _try(study: Study, variant: Variant, size: int) -> tuple[Trial, PlanningResult]:
-    """The trial of a variant whose batch or length is ``size``, and what the search found."""
+    """Return the trial of a variant whose batch or length is ``size``, and the result of its search."""
     result = study.plan(variant)
     assert not isinstance(result, str), "other sizes leave the decisions as they are"
     prediction = result.plan.prediction if result.plan else None
@@ -86,10 +86,9 @@ def _try(study: Study, variant: Variant, size: int) -> tuple[Trial, PlanningResu
 
 
 def largest_batch(study: Study, *, progress: Callable[[str], None] = lambda _: None) -> Trials:
-    """Return the plan of the global batch beyond which doubling gains less than `LEAST_GAIN`, or nothing fits.
+    """Return the plan of the largest global batch before doubling gains less than `LEAST_GAIN` or nothing fits.
 
-    Starts from one sample per device, or from half as many, and so on, where that does not fit. The batch of the
-    study's job plays no part.
+    It starts from one sample per device and halves that until something fits. The batch of the study's job is ignored.
     """
 
     def attempt(count: int) -> tuple[Trial, PlanningResult]:
@@ -128,8 +127,8 @@ def largest_batch(study: Study, *, progress: Callable[[str], None] = lambda _: N
 def longest_sequence(request: PlanRequest, *, progress: Callable[[str], None] = lambda _: None) -> Trials:
     """Return the plan of the longest sequences that fit.
 
-    Where nothing fits at `FIRST_TOKENS`, shorter ones are tried down to `STEP_TOKENS`, whose result it then is.
-    Raises `UserError` for a model whose length is fixed.
+    If nothing fits at `FIRST_TOKENS`, shorter lengths are tried down to `STEP_TOKENS`, whose result is returned if
+    nothing fits at all. Raises `UserError` for a model with a fixed length.
     """
     chain = request.chain
     if not chain.family.task.reads_text:
@@ -184,20 +183,21 @@ def longest_sequence(request: PlanRequest, *, progress: Callable[[str], None] = 
 
 
 def _fits(trial: Trial) -> bool:
-    """Whether a plan of this length leaves the margin free."""
+    """Return whether there is a plan of this length that leaves the reserved memory fraction free."""
     return trial.tokens_per_s is not None and trial.has_margin
 
 
 def _worth(trial: Trial) -> tuple[bool, bool, int]:
-    """The longest that leaves the margin free before the longest that fits, and that before the shortest of all."""
+    """Return the sort key of a trial: the longest that leaves the reserved fraction free, the longest that fits, the
+    shortest of all."""
     has_plan = trial.tokens_per_s is not None
     return _fits(trial), has_plan, trial.size if has_plan else -trial.size
 
 
 def fewest_devices(study: Study, *, progress: Callable[[str], None] = lambda _: None) -> PlanningResult:
-    """Return the fastest plan on the fewest devices of a request's cluster that hold any, or that none does.
+    """Return the fastest plan on the fewest devices of a request's cluster that hold one, or the miss if none do.
 
-    Its notes say why no plan was found on fewer.
+    Its notes give the reasons why no plan was found on fewer devices.
     """
     job, notes = study.job, list[str]()
     counts = (job.cluster.num_devices,) if job.has_measured_links else device_counts(job.cluster)

@@ -1,13 +1,13 @@
-"""Plans of one strategy everywhere, as one takes them without a planner; searched as hard as any other plan.
+"""Plans of one strategy everywhere, as used without a planner, searched as thoroughly as any other plan.
 
-A uniform plan has one strategy for the whole model, one remat choice for all blocks and none for the embedding and the
-head, which no framework recomputes; an engine may also recompute the first n blocks of every stage. Layers without
-experts leave expert parallelism out, and an embedding or a head that tensor parallelism does not divide (GPT-2's 50,257
-tokens) has its ranks take samples instead. Microbatches, stages and cuts are searched like those of any other plan, so
-that what is gained over a uniform plan is gained over the best.
+A uniform plan has one strategy for the whole model and one remat choice for all blocks. The embedding and the head are
+not recomputed, because no framework recomputes them. An engine may also recompute the first n blocks of every stage.
+Layers without experts do not use expert parallelism, and if tensor parallelism does not divide an embedding or a head
+(GPT-2's 50,257 tokens), its ranks take samples instead. Microbatches, stages and cuts are searched like those of any
+other plan, so a gain over a uniform plan is a gain over the best one.
 
-Source: what users of `torch.nn.parallel.DistributedDataParallel`, `fully_shard`, and Megatron-LM or torchtitan ("3D" to
-"5D") set.
+Source: the settings of users of `torch.nn.parallel.DistributedDataParallel`, `fully_shard`, and Megatron-LM or
+torchtitan ("3D" to "5D").
 """
 
 import itertools
@@ -27,17 +27,17 @@ from steelyard.search.cuts import Choice, Ints, Leading
 from steelyard.search.layers import ROUNDING
 
 REMATS = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
-"""By what they recompute, the least first."""
+"""Remat choices in the order of the recomputed work, least first."""
 HALVINGS = 24
-"""Of the interval in which the least time of the slowest stage lies."""
+"""Number of bisections of the interval that contains the minimum time of the slowest stage."""
 
 
 def uniform_choices(job: Job, tables: CostTables, *, remat_runs: bool = False) -> list[Choice]:
     """Return the uniform plans of a pipeline configuration, up to their cuts, that are legal for every layer.
 
-    That is one for each strategy and remat choice, and where the engine can recompute the first n blocks of every
-    stage, one for each strategy with all n. With ``remat_runs`` also one for each strategy of which each stage
-    recomputes as many of its first blocks as it needs, and more of these than of the others.
+    There is one for each strategy and remat choice. If the engine can recompute the first n blocks of every stage,
+    there is one for each strategy with all n. With ``remat_runs`` there is also one for each strategy in which each
+    stage recomputes more in as many of its first blocks as it needs.
     """
     roles = {each.name: each.role for each in job.chain.layer_types}
     of_rows = [roles[name] for name in tables.type_names]
@@ -63,7 +63,7 @@ def _choices(
     groups: Sequence[tuple[Ints, Leading]],
     slowest: "_SlowestStage",
 ) -> Iterator[Choice]:
-    """The choices with these strategies [K, N] of layer types, [N] of which some layer type uses."""
+    """Yield the choices with these strategies [K, N] of layer types. ``is_some`` [N]: some layer type uses them."""
     pipeline = tables.pipeline
     rows = np.arange(len(columns))[:, None]
     counts = np.bincount(tables.layers, minlength=len(columns))
@@ -93,11 +93,11 @@ def _choices(
 
 
 class _SlowestStage:
-    r"""What the slowest stage takes at least, by the blocks of one layer type and the memory of each stage.
+    r"""Lower bound of the slowest stage's time, by the blocks of one layer type and the memory of each stage.
 
-    Of the $N$ blocks stage $i$ holds $n_i$ and recomputes $r_i$ of them, so that $n_i t + r_i \delta \le T$ and
-    $n_i h_i - r_i g_i \le R_i$, with $h_i$ held by a block and $g_i$ freed if it is recomputed. The least $T$ for which
-    real numbers $\sum_i n_i \ge N$ meet this bounds that of every plan.
+    Stage $i$ holds $n_i$ of the $N$ blocks and recomputes $r_i$ of them, so $n_i t + r_i \delta \le T$ and
+    $n_i h_i - r_i g_i \le R_i$, where a block holds $h_i$ bytes and frees $g_i$ of them if it is recomputed. The
+    minimum $T$ for which real numbers with $\sum_i n_i \ge N$ satisfy this is a lower bound for every plan.
     """
 
     def __init__(self, tables: CostTables, budget_bytes: int, row: int) -> None:
@@ -110,9 +110,10 @@ class _SlowestStage:
         self._held = np.stack([np.minimum(held[each][row], held[each][last]) for each in flights])
 
     def least_s(self, plain: Ints, recomputed: Ints) -> NDArray[np.float64]:
-        """[M] for strategies [M, P] of blocks, plain and recomputed, of which each stage has one of P pairs.
+        """Lower bounds [M] in seconds for strategies [M, P] of blocks, plain and recomputed. Each stage has one of P
+        pairs.
 
-        Infinite where the blocks fit in no way.
+        Infinite if the blocks cannot fit.
         """
         times = self._tables.time_s[self.row]
         time_s, more_s = times[plain], times[recomputed] - times[plain]
@@ -135,8 +136,8 @@ class _SlowestStage:
 
 @lru_cache(maxsize=64)
 def _remat_pairs(strategies: tuple[Strategy, ...], wanted: tuple[tuple[Remat, Remat], ...]) -> Ints:
-    """[M, P, 2] strategies of blocks, by their places among those of `_alike`: of each sharding the wanted pairs of
-    remat choices, plain and recomputed."""
+    """Indices [M, P, 2] into the strategies of `_alike`: for each sharding, the wanted pairs of remat choices, plain
+    and recomputed."""
     places = {strategies[index]: place for place, index in enumerate(_alike(strategies)[0].tolist())}
     groups = []
     for sharding in dict.fromkeys(each.without_remat() for each in places):
@@ -148,9 +149,10 @@ def _remat_pairs(strategies: tuple[Strategy, ...], wanted: tuple[tuple[Remat, Re
 
 @lru_cache(maxsize=64)
 def _alike(strategies: tuple[Strategy, ...]) -> NDArray[np.int64]:
-    """[4, N] strategies: of blocks with experts, of blocks without, of other layers, and of those whole.
+    """Indices [4, N] of strategies: of blocks with experts, of blocks without, of other layers, and of these with whole
+    tensors.
 
-    The last is the one before where none of the strategies is the same with whole tensors.
+    The last equals the one before if no strategy is the same with whole tensors.
     """
     places = {strategy: index for index, strategy in enumerate(strategies)}
     found = []

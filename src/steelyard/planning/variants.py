@@ -1,28 +1,27 @@
-"""What if: named functions from a request to a request, and the one place that solves them.
+"""Variants: named functions from a request to a request, and `Study`, which solves them.
 
-| variant              | changes       | asks                                                           |
+| variant              | changes       | result                                                         |
 |----------------------|---------------|----------------------------------------------------------------|
-| `baselines`          | decisions     | what DDP, FSDP and one strategy everywhere take                |
-| `without_techniques` | decisions     | what each technique that the plan uses is worth                |
-| `other_pipelines`    | decisions     | what other stages, microbatches and schedules take             |
-| `insisting`          | decisions     | what it costs to insist on a pin                               |
-| `within`             | budget        | what more or less memory is worth: frontiers, fallbacks        |
-| `on_cluster`         | cluster       | what fewer or more devices, or parts of a cluster, take        |
-| `alone`              | cluster       | what one device group takes by itself                          |
-| `run_by`             | engine        | what other software takes                                      |
+| `baselines`          | decisions     | DDP, FSDP and one strategy everywhere                          |
+| `without_techniques` | decisions     | gain of each technique that the plan uses                      |
+| `other_pipelines`    | decisions     | other stages, microbatches and schedules                       |
+| `insisting`          | decisions     | cost of a pin                                                  |
+| `within`             | budget        | value of more or less memory: frontiers, fallbacks             |
+| `on_cluster`         | cluster       | fewer or more devices, or parts of a cluster                   |
+| `alone`              | cluster       | one device group by itself                                     |
+| `run_by`             | engine        | another engine                                                 |
 
-Other batches and lengths are variants too, which `steelyard.planning.sizes` asks for one after another.
+Other batches and lengths are variants too, which `steelyard.planning.sizes` tries one after another.
 
-`Study.plan` searches a variant as hard as the request itself, `Study.answer` for a comparison. Both share the trace,
-the prices and the cost tables of the request as far as the variant leaves them as they are.
+`Study.plan` searches a variant as thoroughly as the request itself, `Study.answer` for a comparison. Both share the
+trace, the prices and the cost tables of the request if the variant does not change them.
 
-A variant that only restricts is never faster than the free plan by the sums of the search: it is searched in what is
-left of the tables of the free request, and what the search proves of those bounds it. The simulator, time limits and
-gaps may turn two plans round; so where several answers stand beside each other each gets the fastest plan of all that
-it allows (`Study.reconciled`, and `steelyard.planning.complete` over several device groups). A variant that widens says
-so: by its name (more memory, another size, other devices, any number of stages), and where a pin asks for strategies
-that the free search leaves out since they are not worth it (`Dimension.not_worth`), by
-`steelyard.planning.why_not.widened`.
+In the search's model, a variant that only restricts is never faster than the free plan: it is searched in a part of the
+tables of the free request, whose proven bounds hold for it. The simulator, time limits and gaps may reverse the order
+of two plans. So if several answers are compared, each gets the fastest plan of all that it allows (`Study.reconciled`,
+and `steelyard.planning.complete` over several device groups). A variant that widens the request says so by its name
+(more memory, another size, other devices, any number of stages). If a pin requires strategies that the free search
+leaves out because they are not worth it (`Dimension.not_worth`), `steelyard.planning.why_not.widened` says so.
 """
 
 import math
@@ -69,9 +68,9 @@ from steelyard.search.layers import ROUNDING
 from steelyard.units import format_plural, format_seconds
 
 _NODE = 8
-"""Devices of a node that is bought full."""
+"""Devices of a fully populated node."""
 ANY_PLAN = "any plan"
-"""The name of the variant that changes nothing."""
+"""Name of the variant that changes nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +82,7 @@ class Variant:
 
 
 def deciding(name: str, decisions: Decisions) -> Variant:
-    """Return the variant in which the user decides this as well; none that contradicts the request has a plan."""
+    """Return the variant with these additional decisions. If they contradict the request, it has no plan."""
     return Variant(name=name, change=lambda request: replace(request, decisions=request.decisions.with_also(decisions)))
 
 
@@ -91,7 +90,7 @@ FREE_CHOICE = Variant(name=ANY_PLAN, change=lambda request: request)
 
 
 def baselines() -> tuple[Variant, ...]:
-    """Return the ways to train that need no planner, by the names that their users give them."""
+    """Return the ways to train that need no planner, by their usual names."""
     alone, found = Decisions(uniform=True, num_stages=1), []
     for dimension in DIMENSIONS.values():
         if dimension.plain_name:
@@ -123,8 +122,8 @@ def _without(dimension: Dimension) -> Decisions:
 
 
 def other_pipelines(plan: Plan, searched: Iterable[OnDemand]) -> tuple[Variant, ...]:
-    """Return the variants of every other number of stages that is searched, of half and twice the microbatches, and of
-    every other schedule for the plan's own number of stages."""
+    """Return the variants with every other searched number of stages, with half and twice the microbatches, and with
+    every other schedule at the plan's own number of stages."""
     pipelines = [each.pipeline for each in searched]
     stages = sorted({each.num_stages for each in pipelines} - {plan.num_stages})
     found = [deciding(format_plural(count, "stage"), Decisions(num_stages=count)) for count in stages]
@@ -145,7 +144,7 @@ def other_pipelines(plan: Plan, searched: Iterable[OnDemand]) -> tuple[Variant, 
 
 
 def insisting(pin: str) -> Variant:
-    """Return the variant in which layers, or the pipeline, must have what a pin asks for."""
+    """Return the variant in which layers, or the pipeline, must meet a pin."""
     return deciding(pin, Decisions(pins=(pin,)))
 
 
@@ -164,9 +163,10 @@ def on_cluster(cluster: Cluster) -> Variant:
 
 
 def on_devices(job: Job, count: int) -> Variant:
-    """Return the variant on ``count`` devices of the sort that a job has.
+    """Return the variant on ``count`` devices of the job's type.
 
-    Raises `UserError` where its profile was measured on a number that this does not divide, and as `with_devices`.
+    Raises `UserError` if its profile was measured on a number of devices that ``count`` does not divide, and as
+    `with_devices`.
     """
     if job.has_measured_links and (count < 1 or job.cluster.num_devices % count):
         raise UserError(
@@ -179,9 +179,9 @@ def on_devices(job: Job, count: int) -> Variant:
 
 
 def alone(group: Cluster, decisions: Decisions) -> Variant:
-    """Return the variant on one device group, which may have any number of stages, of a request with these decisions.
+    """Return the variant on one device group, with any number of stages, of a request with these decisions.
 
-    Its name says so where a number was decided.
+    Its name says so if the decisions fix the number of stages.
     """
     free = decisions.model_copy(update={"num_stages": None})
     name = f"{group.name} alone" + ("" if decisions == free else ", any number of stages")
@@ -190,20 +190,20 @@ def alone(group: Cluster, decisions: Decisions) -> Variant:
 
 
 def run_by(engine: Engine) -> Variant:
-    """Return the variant that another engine runs."""
+    """Return the variant with another engine."""
     return Variant(name=engine.name, change=lambda request: replace(request, engine=engine))
 
 
 def device_counts(cluster: Cluster) -> tuple[int, ...]:
-    """Counts that a part of this cluster may have: the divisors of a node, then whole nodes; rising."""
+    """Possible device counts of a part of this cluster, ascending: divisors of a node, then whole nodes."""
     size = cluster.devices_per_node
     return (*divisors(size)[:-1], *(nodes * size for nodes in range(1, cluster.num_nodes + 1)))
 
 
 def with_devices(cluster: Cluster, count: int) -> Cluster:
-    """The same sort of cluster with ``count`` devices: a divisor of a node on one node, beyond that whole nodes.
+    """Return a cluster of the same type with ``count`` devices: a divisor of a node on one node, or whole nodes.
 
-    Raises `InvalidClusterError` where nodes cannot give so many.
+    Raises `InvalidClusterError` if ``count`` is neither.
     """
     size = cluster.devices_per_node
     if count == cluster.num_devices:
@@ -220,7 +220,7 @@ def with_devices(cluster: Cluster, count: int) -> Cluster:
 
 
 def with_shape(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
-    """The same sort of cluster with so many nodes and devices of each."""
+    """Return a cluster of the same type with this number of nodes and of devices per node."""
     size = cluster.devices_per_node
     if is_as_named(cluster):
         return parse_cluster(f"{nodes}x{per_node}x{cluster.device.name}").on(device=cluster.device)
@@ -230,7 +230,10 @@ def with_shape(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
 
 
 def next_larger(cluster: Cluster) -> Cluster:
-    """The same sort of cluster with a node more; twice the devices of one node with fewer than eight, or no network."""
+    """Return a cluster of the same type with one more node, or one node with twice the devices.
+
+    The latter if it is one node with fewer than eight devices or without a network.
+    """
     nodes, size = cluster.num_nodes, cluster.devices_per_node
     if nodes == 1 and (size < _NODE or cluster.inter_link is None):
         return with_shape(cluster, 1, 2 * size)
@@ -239,27 +242,27 @@ def next_larger(cluster: Cluster) -> Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The fastest plan of a variant that fits, or how far the nearest one is from fitting."""
+    """The fastest plan of a variant that fits, or the bytes that the nearest one misses."""
 
     name: str
     request: PlanRequest | None = None
-    """What was asked; None where it contradicts itself or no pipeline is so."""
+    """Request of the variant; None if it contradicts itself or no pipeline meets it."""
     budget_bytes: int = 0
-    """Of a device, as asked."""
+    """Requested budget per device in bytes."""
     held_bytes: int = 0
-    """What a device of the plan holds at most."""
+    """Peak memory of the plan's fullest device in bytes."""
     plan: Plan | None = None
-    """Without its prediction."""
+    """Plan without its prediction."""
     step_s: float = math.inf
     missing_bytes: int | None = None
-    """Of a device, None where a plan fits, or no memory would help."""
+    """Bytes per device that the nearest plan misses; None if a plan fits or more memory would not help."""
     reason: str = ""
-    """Why nothing was searched."""
+    """Reason why nothing was searched."""
     was_cut: bool = False
-    """Whether the search ended before it had proven its plan."""
+    """Whether the search ended before it had proven its plan optimal."""
 
     def beside(self, step_s: float) -> ComparedBaseline:
-        """Return the answer next to a plan whose step takes ``step_s``."""
+        """Return the answer compared with a plan whose step time is ``step_s``."""
         if self.plan is None:
             return ComparedBaseline(name=self.name, missing_bytes=self.missing_bytes, reason=self.reason)
         return ComparedBaseline(
@@ -273,10 +276,10 @@ class Answer:
 
 
 class Study:
-    """Solves variants of one request, and shares its trace, prices and cost tables between them.
+    """Solver for variants of one request that share its trace, prices and cost tables.
 
-    ``job`` saves pricing the request, ``tables`` making its cost tables, bounded or not. The time limit of the request
-    is that of each search.
+    ``job`` and ``tables`` are the priced request and its cost tables, bounded or not, if they are already known. The
+    time limit of the request applies to each search.
     """
 
     def __init__(
@@ -285,26 +288,26 @@ class Study:
         self.request = request
         self._job, self._tables = job, tables
         self._bounded: dict[int, tuple[OnDemand, ...]] = {}
-        """The tables with what is proven of them within budgets: it holds within less."""
+        """Tables by budget with the bounds proven within it, which also hold within less."""
 
     @property
     def job(self) -> Job:
-        """The job of the request itself."""
+        """Job of the request itself."""
         if self._job is None:
             self._job = job_of(self.request)
         return self._job
 
     @property
     def tables(self) -> tuple[OnDemand, ...]:
-        """The cost tables of every pipeline configuration that the request lets the search choose from."""
+        """Cost tables of every pipeline configuration that the request allows."""
         if self._tables is None:
             self._tables = make_tables(self.job, self.request.decisions)
         return self._tables
 
     def at(self, variant: Variant) -> "Study":
-        """Return the study of a variant, which shares what of the job the variant leaves as it is.
+        """Return the study of a variant, which shares the unchanged parts of the job.
 
-        Raises `UserError` where the variant contradicts the request.
+        Raises `UserError` if the variant contradicts the request.
         """
         request = variant.change(self.request)
         return Study(request, self._job_of(request))
@@ -317,11 +320,10 @@ class Study:
         known_s: float = math.inf,
         to_the_end: bool = True,
     ) -> PlanningResult | str:
-        """Return the plan of a variant, searched as hard as the request itself, or why its decisions or ``known_s``
-        leave none.
+        """Return the plan of a variant, searched as thoroughly as the request itself, or the reason why there is none.
 
-        No plan takes less than ``known_s`` seconds where that shows without a search. ``top`` (else as many as the
-        request asks for) and ``to_the_end`` as of `plan_job`.
+        The reason is that its decisions allow no plan, or that every plan is provably slower than ``known_s`` seconds
+        without a search. ``top`` (default: the request's own) and ``to_the_end`` are as in `plan_job`.
         """
         request = variant.change(self.request)
         job, decisions = self._job_of(request), request.decisions
@@ -347,7 +349,7 @@ class Study:
         return result
 
     def of(self, plan: Plan, step_s: float, peak_bytes: int) -> Answer:
-        """Return a plan that is known as an answer to the request itself."""
+        """Return a known plan as an answer to the request itself."""
         return Answer(
             name=ANY_PLAN,
             request=self.request,
@@ -358,16 +360,16 @@ class Study:
         )
 
     def answer(self, variant: Variant, *, of_usual_depth: bool = False) -> Answer:
-        """Return the best plan of a variant, as far as the time limit reaches.
+        """Return the best plan of a variant that is found within the time limit.
 
-        ``of_usual_depth``: of no more stages than usual, unless more of them gain `DEPTH_GAIN` or the request has no
-        share for simpler plans.
+        ``of_usual_depth`` limits plans to the usual number of stages, unless more stages gain `DEPTH_GAIN` or the
+        request allows no slowdown for simpler plans.
         """
         try:
             request = variant.change(self.request)
             job = self._job_of(request)
             tables = self._tables_of(request, job)
-        except UserError as error:  # it contradicts what was decided, or no pipeline is so
+        except UserError as error:  # contradicts the decisions, or no pipeline meets it
             return Answer(name=variant.name, reason=error.found)
         answer = Answer(name=variant.name, request=request, budget_bytes=job.budget_bytes)
         if not tables:
@@ -403,8 +405,8 @@ class Study:
     def reconciled(self, answers: Sequence[Answer]) -> tuple[Answer, ...]:
         """Return the answers, each with the fastest plan of all of them that it allows.
 
-        Searches end with gaps and time limits, and the simulator ranks what their sums found: without this a plan
-        could be slower than another that meets its restriction as well.
+        Without this, a plan could be slower than another one that meets its restriction too, because searches end with
+        gaps and time limits and the simulator may rank their plans differently.
         """
         found = []
         for answer in answers:
@@ -415,7 +417,7 @@ class Study:
         return tuple(found)
 
     def _allows(self, answer: Answer, other: Answer) -> bool:
-        """Whether a variant allows the plan that was found for another one."""
+        """Return whether a variant allows the plan that was found for another one."""
         mine, theirs, plan = answer.request, other.request, other.plan
         if mine is None or theirs is None or plan is None or other.held_bytes > answer.budget_bytes:
             return False
@@ -433,7 +435,7 @@ class Study:
         )
 
     def _job_of(self, request: PlanRequest) -> Job:
-        """The job of a variant: that of the request where nothing else is to be priced."""
+        """Return the job of a variant, which is that of the request if nothing else must be priced."""
         own = self.request
         if request.seq_len != self.request.seq_len or own.engine not in (request.engine, NATIVE):
             return job_of(request)
@@ -454,7 +456,7 @@ class Study:
         return job if budget is None else job.within(budget.num_bytes, margin_bytes=budget.margin_bytes)
 
     def _tables_of(self, request: PlanRequest, job: Job) -> tuple[OnDemand, ...]:
-        """The cost tables of a variant: what it leaves of those of the request, and what it adds to them."""
+        """Return the cost tables of a variant: those of the request that it allows, and the ones that it adds."""
         decisions, own = request.decisions, self.request
         if not self._shares_tables(request) or decisions.pins != own.decisions.pins:
             return make_tables(job, decisions)
@@ -472,31 +474,33 @@ class Study:
         return tuple(tables)
 
     def _shares_tables(self, request: PlanRequest) -> bool:
-        """Whether a variant has the layers, the batch and the devices of the request itself."""
+        """Return whether a variant has the cluster, sequence length, batch and engine of the request itself."""
         own = self.request
         mine, theirs = ((each.cluster, each.seq_len, each.global_batch, each.engine) for each in (own, request))
         return mine == theirs
 
     def _keep(self, request: PlanRequest, job: Job, bounded: tuple[OnDemand, ...]) -> None:
-        """Keeps what a search within the budget of a job has proven of the tables of the request itself."""
+        """Keep the bounds that a search within a job's budget has proven for the tables of the request itself."""
         if request.decisions == self.request.decisions and self._shares_tables(request) and not job.is_mixed:
             self._bounded[job.budget_bytes] = bounded
 
 
 Progress = Callable[[str], None]
-"""Shows what is being done now."""
+"""Function that shows the current step of the work."""
 
 
 def counted(variants: Sequence[Variant], progress: Progress) -> Iterator[Variant]:
-    """Yield these variants, each when the one before it is answered, and say which of how many it is."""
+    """Yield these variants one after another, and report the number of each to ``progress``."""
     for number, variant in enumerate(variants, start=1):
         progress(f"{number} of {len(variants)}, {variant.name}")
         yield variant
 
 
 def group_answers(study: Study) -> tuple[Answer, ...]:
-    """Return the best plan on each device group of a request alone, not searched to the end, and the best that cuts all
-    devices into equal stages of equal layers."""
+    """Return the best plan on each device group alone, not searched to the end, and the best one of even cuts.
+
+    Even cuts divide all devices into equal stages of equally many layers.
+    """
     answers, request = [], study.request
     for each in study.job.by_group:
         variant = alone(each.cluster, request.decisions)
@@ -516,9 +520,9 @@ def _answer(name: str, plan: Plan | None, job: Job, missing_bytes: int | None = 
 
 
 def even_plan(job: Job, decisions: Decisions) -> Plan | None:
-    """Return the best plan of stages that all have as many devices and as many layers, in the order of the pools.
+    """Return the best plan of stages with equal numbers of devices and layers, in the order of the pools.
 
-    None where no such plan fits. Its strategies are the best ones for these cuts.
+    None if no such plan fits. Its strategies are the best ones for these cuts.
     """
     space, counts = GroupSpace(job, decisions), [each.cluster.num_devices for each in job.groups]
     even = {tuple(count // size for count in counts) for size in divisors(math.gcd(*counts))}
@@ -534,7 +538,7 @@ def even_plan(job: Job, decisions: Decisions) -> Plan | None:
 
 
 def _even_bound_s(tables: CostTables) -> float:
-    """What no plan of even cuts is faster than, by the times of its layers."""
+    """Lower bound of the step time of plans with even cuts in seconds, by the times of the layers."""
     times = [
         np.where(tables.legal_on(stage), tables.time_s, np.inf).min(axis=1)[list(tables.layers[first:end])].sum()
         for stage, (first, end) in enumerate(pairwise(even_boundaries(tables)))
@@ -544,6 +548,6 @@ def _even_bound_s(tables: CostTables) -> float:
 
 
 def _allowed(tables: CostTables, offered: Callable[[Strategy], bool]) -> CostTables:
-    """The tables with only those strategies legal that are ``offered``."""
+    """Return the tables in which only the ``offered`` strategies are legal."""
     kept = np.array([offered(strategy) for strategy in tables.strategies], dtype=bool)
     return replace(tables, legal=tables.legal & kept)

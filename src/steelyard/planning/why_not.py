@@ -1,7 +1,7 @@
-"""Why a plan does not do something: what was never searched, what a pin costs, and what forbids it.
+"""Counterfactuals of a plan: what was never searched, the cost of a pin, and the reasons that forbid it.
 
-What no strategy could have, whatever the stages, is asked of the dimensions that a pin names: each thing that is wanted
-is tried alone, then all together, as the smallest strategy that has it.
+Requirements that no strategy can meet, whatever the stages, are found by the dimensions that a pin names: each
+requirement is tried alone, then all together, with the smallest strategy that meets them.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -35,7 +35,7 @@ from steelyard.units import format_plural, format_ranges
 SHOWN_REASONS = 3
 Wanted = tuple[tuple[str, str], ...]
 _MOST_TRIED = 64
-"""Degrees up to it are tried to see whether a layer has anything that a dimension could divide."""
+"""Largest degree that is tried to find out whether a dimension can divide a layer."""
 
 
 def refuse_impossible(request: PlanRequest) -> None:
@@ -46,7 +46,7 @@ def refuse_impossible(request: PlanRequest) -> None:
 
 
 def unmet(pin: Pin, reasons: Sequence[str]) -> UserError:
-    """What to tell the user of a pin that no strategy meets."""
+    """Build the error for a pin that no strategy meets."""
     return UserError(
         field="--pin",
         found=repr(pin.text),
@@ -56,7 +56,7 @@ def unmet(pin: Pin, reasons: Sequence[str]) -> UserError:
 
 
 def impossible(request: PlanRequest, pin: Pin) -> tuple[str, ...]:
-    """Why no strategy can have what the pin asks for; empty where no such strategy is illegal by itself."""
+    """Return the reasons why no strategy can meet the pin; empty if no such strategy is illegal by itself."""
     named = {dimension for key, value in pin.wanted if value != "1" and (dimension := _dimension_of(key)) is not None}
     serves = tuple(
         f"{dimension}: {reason}"
@@ -70,7 +70,7 @@ def impossible(request: PlanRequest, pin: Pin) -> tuple[str, ...]:
 
 
 def reasons_of(layers: Sequence[LayerType], reason_of: Callable[[LayerType], str | None]) -> tuple[str, ...]:
-    """What forbids a strategy, naming the layers where it is not the same for all of them."""
+    """Return the reasons that forbid a strategy, with the layers' names if a reason does not hold for all."""
     found: dict[str, list[str]] = {}
     for layer in layers:
         if (reason := reason_of(layer)) is not None:
@@ -99,14 +99,14 @@ def _never(request: PlanRequest, pin: Pin, wanted: Wanted) -> tuple[str, ...]:
 
 
 def _dimension_of(key: str) -> Dimension | None:
-    """The parallelism dimension that a pin's key is about."""
+    """Return the parallelism dimension of a pin's key; None if it has none."""
     if key in modes():
         return modes()[key][0]
     return next((dimension for dimension in level_dimensions() if dimension.name == key), None)
 
 
 def _smallest(wanted: Wanted) -> Strategy | None:
-    """The strategy of fewest devices that has all that is wanted, None where its parts contradict each other."""
+    """Return the strategy with the fewest devices that meets all requirements; None if they are contradictory."""
     wanted = tuple((key, value.removesuffix(OR_MORE)) for key, value in wanted)
     levels = [
         Level(dimension=dimension_named(key), degree=int(value))
@@ -133,7 +133,10 @@ def _smallest(wanted: Wanted) -> Strategy | None:
 
 
 def _illegal(layer: LayerType, strategy: Strategy, wanted: Wanted, request: PlanRequest) -> str | None:
-    """Why a layer cannot be divided so; of samples, those of the whole batch, where it is them that are divided."""
+    """Return the reason why a strategy cannot divide a layer.
+
+    The whole batch is assumed if the requirements divide samples.
+    """
     divides_samples = any(
         (dimension := _dimension_of(key)) and dimension.divides is Divides.SAMPLES for key, _ in wanted
     )
@@ -143,14 +146,14 @@ def _illegal(layer: LayerType, strategy: Strategy, wanted: Wanted, request: Plan
 
 
 def _is_divisible(layer: LayerType, wanted: Wanted, request: PlanRequest) -> bool:
-    """Whether the dimensions that take ranks of other levels could divide the layer at some degree."""
+    """Return whether the dimensions that use ranks of other levels could divide the layer at some degree."""
     beside = [key for key, _ in wanted if (dimension := _dimension_of(key)) and not dimension.is_level]
     tried = (_smallest(((key, str(degree)),)) for key in beside for degree in range(2, _MOST_TRIED + 1))
     return any(each is not None and _illegal(layer, each, (), request) is None for each in tried)
 
 
 def configs_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, ...]:
-    """Numbers of stages and microbatches, and schedules, that were not searched, each with its reason."""
+    """Return the numbers of stages and microbatches, and the schedules, that were not searched, with reasons."""
     configs = pipeline_configs(job, decisions)
     devices, layers, batch = job.cluster.num_devices, job.chain.num_layers, job.global_batch
     searched = {config.pipeline.num_stages for config in configs}
@@ -196,9 +199,9 @@ def configs_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, .
 
 
 def left_out(job: Job, decisions: Decisions) -> tuple[str, ...]:
-    """What could be run and is not searched, each with its reason: strategies, schedules, chunks and microbatches.
+    """Return the strategies, schedules, chunks and microbatches that could run but are not searched, with reasons.
 
-    Not what the user decided, nor what divides nothing.
+    Choices that the user excluded and dimensions that divide nothing are not listed.
     """
     limits = space_options(job, decisions)
     whole = replace(limits, remats=(Remat.NONE,), insists=lambda _strategy: True)
@@ -224,7 +227,7 @@ def left_out(job: Job, decisions: Decisions) -> tuple[str, ...]:
 
 
 def samples_not_measured(job: Job, decisions: Decisions) -> NotSearched | None:
-    """The samples on a rank of strategies that were left out since the profile's times do not reach them, if any."""
+    """Return the micro-batch sizes that were left out because the profile's times do not cover them, if any."""
     beyond: dict[float, str] = {}
     configs = {(each.devices_per_stage, each.microbatch_samples): each for each in pipeline_configs(job, decisions)}
     for config in configs.values() if job.profile.identity.is_measured else ():
@@ -243,7 +246,7 @@ def samples_not_measured(job: Job, decisions: Decisions) -> NotSearched | None:
 
 
 def strategies_not_searched(job: Job, devices_per_stage: int, decisions: Decisions) -> tuple[StrategyVerdict, ...]:
-    """Every leaf of the whole tree for a stage that was not offered to the search, and why."""
+    """Return every leaf of the whole tree for a stage that was not offered to the search, with the reason."""
     limits = space_options(job, decisions)
     whole = SpaceOptions(dimensions=level_dimensions(), devices_per_node=job.cluster.devices_per_node)
     never = (
@@ -256,7 +259,7 @@ def strategies_not_searched(job: Job, devices_per_stage: int, decisions: Decisio
 
 
 def not_offered(job: Job, devices_per_stage: int, decisions: Decisions) -> list[tuple[Strategy, str]]:
-    """The strategies that the rules of the tree allow and that were not offered, each with its reason."""
+    """Return the strategies that the rules of the tree allow but that were not offered, with reasons."""
     offered = set(stage_strategies(job, devices_per_stage, decisions))
     limits = space_options(job, decisions)
     whole = SpaceOptions(
@@ -277,7 +280,7 @@ def not_offered(job: Job, devices_per_stage: int, decisions: Decisions) -> list[
 
 
 def widened(job: Job, free: Decisions, decisions: Decisions) -> dict[Strategy, str]:
-    """Return the strategies that decisions offer and ``free`` ones leave out, with the reason why these do."""
+    """Return the strategies that ``decisions`` offer and ``free`` ones leave out, with the reasons of the latter."""
     limits = space_options(job, free)
     sizes = sorted({config.devices_per_stage for config in pipeline_configs(job, decisions)})
     offered = dict.fromkeys(each for size in sizes for each in stage_strategies(job, size, decisions))
@@ -285,7 +288,7 @@ def widened(job: Job, free: Decisions, decisions: Decisions) -> dict[Strategy, s
 
 
 def widened_text(found: dict[Strategy, str]) -> str:
-    """Return in words that a search went beyond the free one; empty where it did not."""
+    """Return a sentence about a search that went beyond the free one; empty if it did not."""
     if not found:
         return ""
     examples = {reason: str(strategy) for strategy, reason in reversed(found.items())}
@@ -303,7 +306,7 @@ def _by_reason(what: str, reasons: dict[int, str]) -> list[NotSearched]:
 
 
 def why_not(request: PlanRequest, job: Job, pin: Pin) -> WhyNot:
-    """Return the best plan that does what is asked for, or by how much it misses, or what forbids it.
+    """Return the best plan that meets a pin, or the bytes that it misses, or the reasons that forbid it.
 
     ``job`` is that of the request.
     """
@@ -326,7 +329,7 @@ def why_not(request: PlanRequest, job: Job, pin: Pin) -> WhyNot:
 
 
 def why_not_plan(job: Job, plan: Plan, *, asked: str) -> WhyNot:
-    """A plan of the user's own with its prediction for this job, and by how much it misses where it does not fit.
+    """Return the user's own plan with its prediction for this job, and the bytes that it misses if it does not fit.
 
     Raises `InvalidPlanError` for a plan of another model, batch or number of devices.
     """
@@ -336,7 +339,7 @@ def why_not_plan(job: Job, plan: Plan, *, asked: str) -> WhyNot:
 
 
 def pin_error(request: PlanRequest, job: Job) -> UserError:
-    """Return what to tell the user where some layer has no legal strategy with all that the request's pins ask for."""
+    """Build the error for pins of a request that leave some layer without a legal strategy."""
     alone = replace(request, decisions=request.decisions.model_copy(update={"pins": ()}))
     for pin in pins_of(request.decisions, request.chain):
         if not _can_be_met(alone, job, pin):
@@ -363,10 +366,10 @@ def _can_be_met(request: PlanRequest, job: Job, pin: Pin) -> bool:
 
 
 def _forbidding(request: PlanRequest, job: Job, pin: Pin) -> tuple[str, ...]:
-    """Why no strategy that has what is asked for may be used: the reasons that stand in the way of most of them.
+    """Return the most common reasons why no strategy that meets a pin is legal.
 
-    Of strategies that come nearest: those that were offered, with the fewest reasons against them; before them what no
-    strategy could have.
+    Requirements that no strategy can meet come first. Otherwise the reasons are those of the nearest strategies: the
+    offered ones with the fewest reasons against them.
     """
     if never := impossible(request, pin):
         return never[:SHOWN_REASONS]
@@ -393,7 +396,7 @@ def _forbidding(request: PlanRequest, job: Job, pin: Pin) -> tuple[str, ...]:
 
 
 def _of_other_size(pin: Pin, sizes: Sequence[int]) -> tuple[str, ...]:
-    """Why no strategy of a stage of these sizes has what a pin asks for, and what to write where the size alone is."""
+    """Return the reason why no strategy of a stage of these sizes meets a pin, and the fix if only the size differs."""
     stages = f"a stage has {' or '.join(map(str, sizes))}"
     for key, value in pin.wanted:
         levels = parse_parallel(value) if key == "parallel" else ()
@@ -405,6 +408,6 @@ def _of_other_size(pin: Pin, sizes: Sequence[int]) -> tuple[str, ...]:
 
 
 def _reasons(config: JobConfig, strategy: Strategy, layer_types: Collection[int]) -> set[str]:
-    """What forbids a strategy in a configuration."""
+    """Return the reasons that forbid a strategy in a configuration."""
     layers = [config.job.chain.layer_types[layer_type] for layer_type in layer_types]
     return {*reasons_of(layers, lambda layer: refusal(layer, strategy, config))}

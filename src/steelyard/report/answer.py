@@ -18,7 +18,7 @@ from steelyard.units import format_bytes, format_plural, format_ranges, format_s
 SHOWN_GROUPS = 3
 """Maximum number of groups of layers shown after that of most blocks."""
 SHOWN_CHARACTERS = 190
-"""Characters of a reason: two lines of a terminal of 100 columns."""
+"""Maximum length of a reason in characters: two lines of a terminal of 100 columns."""
 
 
 def answer_view(plan: Plan, *, engines: Sequence[ComparedBaseline] = (), file: Path | None = None) -> RenderableType:
@@ -122,7 +122,7 @@ def _layers(plan: Plan, prediction: Prediction | None, file: Path | None) -> Ite
 
 
 def _shortened(text: str) -> str:
-    """Return a reason whose names of layers are cut off where it is too long."""
+    """Return a reason with its layer names cut off if it is too long."""
     names, colon, reason = text.partition(": ")
     most = SHOWN_CHARACTERS - len(reason)
     while len(names) > max(most, 20) and ", " in names:

@@ -23,7 +23,7 @@ class StageBudget:
     predicted: Mapping[str, int]
     budget_bytes: int
     margin_bytes: int = 0
-    """Reserved part of the budget, to be kept free if a plan fits so."""
+    """Reserved part of the budget, kept free if a plan fits that way."""
     host_bytes: int = 0
     """Predicted bytes in host memory, in addition."""
 
@@ -69,12 +69,12 @@ class CheckedRank:
 
     @property
     def fits(self) -> bool:
-        """True if tensors, context and slack stay within the budget."""
+        """Whether tensors, context and slack stay within the budget."""
         return self.over_bytes <= 0
 
     @property
     def is_pressed(self) -> bool:
-        """True if it uses some of the reserved memory."""
+        """Whether it uses some of the reserved memory."""
         return self.over_bytes > -self.budget.margin_bytes
 
 

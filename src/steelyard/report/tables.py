@@ -16,7 +16,7 @@ from steelyard.plan.choices import Advice
 from steelyard.units import format_bytes, format_seconds
 
 _UNWRAPPED = 10_000
-"""Columns where no terminal shows the output: whoever reads a file or a pipe searches whole lines."""
+"""Width in columns for files and pipes, whose readers search whole lines."""
 _HELD = re.compile(r"(?<=[\d×±≤]) (?=\S)|(?<=\S) (?=[×(][+−\d])|(?<=steelyard) | (?=-o )|(?<= -o) ")
 """Blanks inside a quantity, ``82.3 s (+7.1%)``, or a command."""
 
@@ -78,7 +78,7 @@ def plain_table(title: str, *columns: Column | str) -> Table:
 
 
 def advice_cells(each: Advice) -> tuple[str, ...]:
-    """A change, the least memory with it, what that saves, the step, and what the change makes of training."""
+    """Return the cells of a change: minimum memory, saved memory, step time, effect on the result."""
     short = f"{format_bytes(each.missing_bytes)} short"
     return (
         each.options or "as asked",

@@ -1,13 +1,13 @@
 """Timeline of a step as a Chrome trace-event file, for Perfetto and chrome://tracing.
 
-Every stage is a process of the trace with up to three tracks: its passes and bubbles, what it sends, and gradients
-that it reduces during its passes. Times are in microseconds, rounded to nanoseconds.
+Every stage is a process of the trace with up to three tracks: passes and bubbles, sends, and gradient reductions during
+its passes. Times are in microseconds, rounded to nanoseconds.
 
-A step of many microbatches is shown in part: the passes of the first and of the last ones, where pipelines differ; what
-lies between is one slice that says how many passes it stands for.
+For many microbatches, only the passes of the first and of the last ones are shown, where pipelines differ. One slice
+replaces those between and gives their number.
 
-The passes of the first and of the last microbatch have their layers inside them, and each layer its computation and
-collectives by name, one after another, in the proportion of their predicted seconds.
+The passes of the first and of the last microbatch contain their layers, and each layer its computation and collectives
+by name, one after another, in proportion to their predicted seconds.
 
 Source: Trace Event Format (Google, 2016), the types ``X`` (complete event) and ``M`` (metadata).
 """
@@ -23,7 +23,7 @@ from steelyard.plan.plan import Plan
 from steelyard.units import format_plural
 
 MAX_EVENTS = 80_000
-"""Maximum number of slices of a trace that is shown whole; each adds about 90 bytes to the file."""
+"""Maximum number of slices of a trace that is shown completely. Each adds about 90 bytes to the file."""
 PASSES, _SENDS = range(2)
 _DIRECTIONS = ("forward", "backward")
 _TRACK_NAMES = {PASSES: "passes", _SENDS: "sends"}

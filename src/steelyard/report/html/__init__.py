@@ -1,7 +1,7 @@
 """A plan as one self-contained page: no network, no library, readable without JavaScript, in light, dark and print.
 
-`page` holds its sections in their order, each of which is a module; `frontier_page` makes a page of trade-offs alone,
-`compare_page` one of two plans, `explore_page` one of solved plans to choose from.
+`page` joins its sections in order, one module each. `frontier_page` builds a page of trade-offs alone, `compare_page`
+one of two plans, and `explore_page` one of solved plans to choose from.
 """
 
 from steelyard.report.html.compare_page import compare_page

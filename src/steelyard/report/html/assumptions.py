@@ -1,4 +1,4 @@
-"""What the figures rest on, each number with its source, and what they leave out for a plan of this sort."""
+"""Assumptions behind the figures, each number with its source, and effects that are not modelled for a plan."""
 
 from collections.abc import Iterator
 
@@ -18,11 +18,11 @@ PRECISIONS = {
     "fp32": "computes in fp32",
 }
 _FP32_BYTES = 8
-"""Of a trained parameter and its gradient."""
+"""Bytes of a trained parameter and its gradient."""
 
 
 def assumption_section(found: ReportContents) -> Html:
-    """A line for each assumption, then what is not modelled."""
+    """Build the section with a line for each assumption, then the effects that are not modelled."""
     rows = [
         tag("div", tag("dt", name), tag("dd", text), class_="fact")
         for name, text in (*_plan_facts(found), *_pool_facts(found))
@@ -41,7 +41,7 @@ def assumption_section(found: ReportContents) -> Html:
 
 
 def not_modelled(plan: Plan, job: Job | None) -> tuple[str, ...]:
-    """What a step of this plan may do that no figure contains."""
+    """Return effects on a step of this plan that no figure contains."""
     found = [
         "Reading data, writing checkpoints, evaluation, and steps that are slow for reasons outside the job.",
         "The first steps of a run, in which libraries choose kernels and allocators grow.",
@@ -95,7 +95,7 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
 
 
 def _kept(plan: Plan) -> str:
-    """What is kept of a trained parameter from step to step."""
+    """Describe the storage of a trained parameter between steps."""
     optimizer, effects = plan.chosen_levers.value(Optimizer), plan.chosen_levers.effects
     num_on_host = effects.host_bytes + (_FP32_BYTES if effects.parameters_on_host else 0)
     on_host = f", {num_on_host:.3g} of them in host memory" if num_on_host else ""
@@ -119,7 +119,7 @@ def _source(profile: CostSource) -> str:
 
 
 def _pool_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
-    """What is assumed of the devices, for each pool by its name where they are unlike."""
+    """Yield the assumptions about the devices, for each pool by name if there are several."""
     for job in found.pools:
         if len(found.pools) > 1:
             yield "pool", tag("b", job.cluster.name)
@@ -173,7 +173,7 @@ def _links(cluster: Cluster) -> Iterator[tuple[str, Child]]:
 
 
 def link_text(link: Link, num_devices: int = 1) -> str:
-    """A link's name and rate, of one between so many devices of a node."""
+    """Describe a link by name and rate, for a link between this number of devices of a node."""
     return f"{link.name}: {link.rate_text(num_devices)} for a device and direction"
 
 

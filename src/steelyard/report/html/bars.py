@@ -1,4 +1,4 @@
-"""Where the time of a step goes and what fills the memory: a stacked bar for every stage, and the same as a table."""
+"""Step time and memory by term: a stacked bar for every stage, and the same as a table."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -8,11 +8,11 @@ from steelyard.report.html.palette import MEMORY_COLOURS, colours, time_colours
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 LABEL_SHARES = (0.02, 0.0085)
-"""Share of a bar that a name inside it needs, and for each of its letters, at the page's full width."""
+"""Fraction of a bar that a name inside it needs, fixed and per letter, at the page's full width."""
 
 
 def time_section(found: ReportContents) -> Html:
-    """Seconds of a step on each stage by term, what it waits for included: they add up to the step time."""
+    """Build the section of the seconds per step on each stage by term, which with waiting add up to the step time."""
     stages = stage_seconds(found)
     step_s = found.prediction.step_time_s
     names = _names(stages)
@@ -36,7 +36,7 @@ def time_section(found: ReportContents) -> Html:
 
 
 def memory_section(found: ReportContents) -> Html:
-    """Bytes of a device of each stage by term, against the budget."""
+    """Build the section of the bytes per device of each stage by term, compared with the budget."""
     prediction = found.prediction
     stages = [{name: float(size) for name, size in stage.memory_bytes.items()} for stage in prediction.stages]
     names = memory_names(stages)
@@ -70,7 +70,7 @@ def memory_section(found: ReportContents) -> Html:
 
 
 def stage_seconds(found: ReportContents) -> list[dict[str, float]]:
-    """For each stage the seconds of a step by term; with what it waits for and what is fixed they are the step."""
+    """Return seconds per step of each stage by term. With waiting and fixed time they add up to the step time."""
     prediction, count = found.prediction, found.plan.num_microbatches
     stages = []
     for stage in prediction.stages:
@@ -87,7 +87,7 @@ def _busy_s(terms: Mapping[str, float]) -> float:
 
 
 def _names(stages: Sequence[Mapping[str, float]]) -> list[str]:
-    """All terms, the usual ones in their usual order, waiting and fixed last."""
+    """Return all terms, the usual ones in their usual order, waiting and fixed last."""
     found = dict.fromkeys(name for stage in stages for name in stage)
     last = [name for name in ("waiting", "fixed") if name in found]
     usual = [name for name in time_colours() if name in found and name not in last]
@@ -95,7 +95,7 @@ def _names(stages: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def memory_names(stages: Sequence[Mapping[str, float]]) -> list[str]:
-    """All terms of memory, the usual ones in their usual order."""
+    """Return all terms of memory, the usual ones in their usual order."""
     names = [name for name in MEMORY_COLOURS if any(name in stage for stage in stages)]
     return names + [name for name in _names(stages) if name not in names]
 
@@ -111,9 +111,9 @@ def stacked_bars(
     labels: Sequence[str] | None = None,
     below: Sequence[str] = (),
 ) -> Html:
-    """A bar for each of ``stages``, or of what else ``labels`` name; ``whole`` is as wide as the page.
+    """Build a bar for each of ``stages``, or for other things named by ``labels``. ``whole`` spans the page width.
 
-    ``below`` stands under the names. A dashed line shows the limit of each bar, one through all of equal limits.
+    ``below`` is the text under the names. A dashed line shows the limit of each bar, a single one if all are equal.
     """
     labels = labels or [f"stage {index}" for index in range(len(stages))]
     margin, letter = LABEL_SHARES
@@ -159,7 +159,7 @@ def bar_legend(
     show: Callable[[float], str],
     budget: str | None = None,
 ) -> Html:
-    """Each term with its value, of several stages the mean, and its share of them all."""
+    """Build the legend: each term with its value (the mean over several stages) and its share of the total."""
     total = sum(sum(stage.values()) for stage in stages)
     items: list[tuple[str, Child]] = []
     for name in names:

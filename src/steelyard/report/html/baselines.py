@@ -1,4 +1,4 @@
-"""Why the others lost: what binds, the best plan under each restriction, and the other pipeline configurations."""
+"""Comparisons: the bottleneck, the best plan under each restriction, and the other pipeline configurations."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ from steelyard.units import format_bytes, format_change
 
 SHOWN = 8
 WIDEST = 0.5
-"""A plan that is slower by this fraction or more has the longest bar."""
+"""Slowdown from which on a plan has the longest bar, as a fraction."""
 
 
 def baseline_section(found: ReportContents) -> Html:
-    """What was searched again, and the candidates that the plan itself lists, each with its reason."""
+    """Build the section of the baselines that were searched, and of the plan's own alternatives with their reasons."""
     study, alternatives = found.study, found.prediction.alternatives
     parts: list[Child] = []
     if study.explanation.binds:

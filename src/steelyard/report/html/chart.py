@@ -1,4 +1,4 @@
-"""Axes, a line and points that stretch with the page: text keeps its size, since only the lines are an SVG picture."""
+"""Charts with axes, lines and points that stretch with the page. Only the lines are SVG, so text keeps its size."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from itertools import pairwise
 from steelyard.report.html.markup import Html, legend, tag
 
 LEAST_SPAN = 0.04
-"""Of the values: what an axis spans at least, so that next to no difference looks like none."""
+"""Minimum span of an axis as a fraction of the values, so that negligible differences look negligible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A point, what it is, and how it looks; ``label`` stands beside it."""
+    """A point with its title, its look and the ``label`` next to it."""
 
     x: float
     y: float
@@ -24,7 +24,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Points that are joined."""
+    """A line through points."""
 
     points: tuple[tuple[float, float], ...]
     look: str = ""
@@ -32,8 +32,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Labelled axes with lines and points; y begins at zero, so that heights compare as amounts, and ``limit`` is a
-    vertical line and what it means."""
+    """Labelled axes with lines and points. The y axis begins at zero, so that heights are proportional to amounts.
+
+    ``limit`` is a vertical line and its meaning.
+    """
 
     title: str
     x_label: str
@@ -42,13 +44,13 @@ class Chart:
     marks: tuple[Mark, ...] = ()
     limit: tuple[float, str] | None = None
     x_ticks: tuple[float, ...] | None = None
-    """Where x has marks; chosen evenly where absent."""
+    """Ticks of the x axis; evenly spaced if None."""
     legend: tuple[tuple[str, str], ...] = ()
-    """Looks of points and lines, and what they mean."""
+    """Looks of points and lines with their meanings."""
 
 
 def nice_ticks(low: float, high: float, wanted: int = 6) -> tuple[float, ...]:
-    """Round numbers, about as many as wanted, from at or below ``low`` to at or above ``high``."""
+    """Return about ``wanted`` round numbers from at or below ``low`` to at or above ``high``."""
     span = (high - low) or abs(high) or 1.0
     magnitude = 10.0 ** math.floor(math.log10(span / wanted))
     step = next(factor * magnitude for factor in (1, 2, 5, 10) if span / (factor * magnitude) <= wanted)
@@ -57,7 +59,7 @@ def nice_ticks(low: float, high: float, wanted: int = 6) -> tuple[float, ...]:
 
 
 def staircase(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """The points with level steps between them: from each one level to the right until the next begins."""
+    """Return the points joined by steps: from each point horizontally to the right until the next one begins."""
     steps: list[tuple[float, float]] = []
     for x, y in points:
         if steps:
@@ -67,7 +69,7 @@ def staircase(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float
 
 
 def chart(drawn: Chart) -> Html:
-    """The chart as an element that fills the width of its place."""
+    """Build the chart as an element that fills the available width."""
     places = [point for line in drawn.lines for point in line.points] + [(mark.x, mark.y) for mark in drawn.marks]
     xs = [x for x, _ in places] + ([drawn.limit[0]] if drawn.limit else [])
     ys = [0.0, *(y for _, y in places)]
@@ -104,7 +106,7 @@ def chart(drawn: Chart) -> Html:
 
 
 class _Frame:
-    """From numbers to per cent of the plot's width and height."""
+    """Conversion of numbers to per cent of the plot's width and height."""
 
     def __init__(self, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> None:
         self.x_ticks, self.y_ticks = x_ticks, y_ticks
@@ -140,14 +142,14 @@ def _mark(mark: Mark, frame: _Frame) -> Html:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """From the least to the largest value, or around them where they are nearly the same."""
+    """Return the minimum and the maximum of the values, widened if they are nearly the same."""
     low, high = min(values), max(values)
     room = max(0.0, (LEAST_SPAN * max(abs(low), abs(high)) or 1.0) - (high - low)) / 2
     return low - room, high + room
 
 
 def _number(value: float, ticks: Sequence[float]) -> str:
-    """With as many decimals as it takes to tell the ticks apart."""
+    """Format a number with enough decimals to distinguish the ticks."""
     step = min((abs(after - before) for before, after in pairwise(ticks)), default=0.0)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
     return f"{value:,.{decimals}f}"

@@ -1,4 +1,4 @@
-"""Two plans as a page: their time and memory as bars of one scale, and the layers that differ."""
+"""Two plans as a page: their time and memory as bars on one scale, and the layers that differ."""
 
 from collections.abc import Callable
 from importlib.metadata import version
@@ -13,7 +13,7 @@ from steelyard.report.html.palette import MEMORY_COLOURS, colours, time_colours
 
 
 def compare_page(first: Plan, second: Plan, names: tuple[str, str]) -> str:
-    """The complete page as the text of one file; terms only where both plans have a prediction."""
+    """Return the complete page as the text of one file, with terms only if both plans have a prediction."""
     title = f"{names[0]} and {names[1]}"
     header = tag(
         "header",
@@ -35,7 +35,7 @@ def compare_page(first: Plan, second: Plan, names: tuple[str, str]) -> str:
 
 
 def _terms(name: str, title: str, terms: Terms, show: Callable[[float], str], names: tuple[str, str]) -> Html:
-    """Both plans as bars of one scale, and every term of both with the difference."""
+    """Build the section of both plans as bars on one scale, and every term of both with the difference."""
     rows = list(term_rows(terms, show))
     kept = [each for each, *_ in rows[:-1]]
     known = MEMORY_COLOURS | time_colours() | {"waiting and fixed": time_colours()["waiting"]}

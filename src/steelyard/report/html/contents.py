@@ -1,4 +1,4 @@
-"""All that a report shows as one value, and what the names on it mean: as a tooltip, and together at its end."""
+"""The content of a report as one value, and the meanings of its names: as tooltips and as a glossary at its end."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from steelyard.report.html.markup import Html, section, tag
 
 @dataclass(frozen=True, kw_only=True)
 class ReportContents:
-    """A plan with its prediction, and what is known around it.
+    """A plan with its prediction, and further results about it.
 
-    ``job`` and ``timeline`` are absent where the plan's cluster or measured profile is not at hand; ``notes`` say what
-    is missing then. ``plan_file`` is the name of the file as a shell takes it, for the commands that are shown.
+    ``job`` and ``timeline`` are absent if the plan's cluster or measured profile is not available, and ``notes`` then
+    say what is missing. ``plan_file`` is the shell-quoted file name for the commands that are shown.
     """
 
     plan: Plan
@@ -33,7 +33,7 @@ class ReportContents:
 
     @property
     def prediction(self) -> Prediction:
-        """The prediction, which every plan of a report has."""
+        """Prediction of the plan, which every plan of a report has."""
         assert self.plan.prediction is not None, "a report is made of a plan with its prediction"
         return self.plan.prediction
 
@@ -44,22 +44,23 @@ class ReportContents:
 
     @property
     def pools(self) -> tuple[Job, ...]:
-        """The job on each pool that the plan uses, in the order of their ranks; one where all devices are alike."""
+        """Job on each pool that the plan uses, in the order of their ranks; a single one if all devices are
+        identical."""
         return () if self.job is None else self.job.used_by(self.plan).by_group
 
     @property
     def stage_pools(self) -> tuple[str, ...]:
-        """The pool of each stage by name; none where all devices are alike."""
+        """Name of each stage's pool; empty if all devices are identical."""
         return tuple(pool.name for pool in self.plan.stage_pools()) if self.plan.is_mixed else ()
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the fullest device."""
+        """Peak memory of the fullest device in bytes."""
         return self.prediction.stages[self.prediction.fullest].total_bytes
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes that the fullest device may hold."""
+        """Memory budget of the fullest device in bytes."""
         return self.prediction.stage_budgets()[self.prediction.fullest]
 
 
@@ -88,17 +89,17 @@ WORDS = {
 
 
 def meaning(name: str) -> str | None:
-    """What a name means; None for one that needs no words."""
+    """Return the meaning of a name; None if it needs no explanation."""
     return DIMENSIONS[name].term if name in DIMENSIONS else WORDS.get(name)
 
 
 def term(name: str) -> Html:
-    """A name with its meaning as a tooltip."""
+    """Build a name with its meaning as a tooltip."""
     return tag("b", name, title=meaning(name))
 
 
 def glossary_section(found: ReportContents) -> Html:
-    """The names that this page uses, with their meanings."""
+    """Build the section of the names that this page uses, with their meanings."""
     names = [name for name in dict.fromkeys(_used(found)) if meaning(name)]
     rows = [tag("div", tag("dt", name), tag("dd", meaning(name)), class_="fact") for name in names]
     return section("glossary", "What the names mean", tag("dl", rows))

@@ -1,7 +1,7 @@
-"""Solved plans as a page that answers: controls for the axes, and the plan, its memory, time and cost at each place.
+"""Solved plans as an interactive page: controls for the axes, and the plan, its memory, time and cost at each point.
 
-All that is shown is made here, a ``<template>`` for each plan; ``explore.js`` only chooses what is seen, and finds the
-nearest place that reaches a milestone.
+All content is built here, with a ``<template>`` for each plan. ``explore.js`` only selects what is visible and finds
+the nearest point that reaches a milestone.
 """
 
 import json
@@ -23,12 +23,12 @@ BILLION = 10**9
 _HOUR_S = 3600
 _MILESTONES = {"fits": "To fit", "twice": "Twice the {}", "half": "Half the time"}
 MOST_STRATEGIES = 4
-"""Strategies shown unfolded."""
+"""Maximum number of strategies shown unfolded."""
 _KEYS = ("software", "size", "devices", "memory")
 
 
 def explore_page(found: Exploration) -> str:
-    """The complete page as the text of one file that loads nothing from anywhere."""
+    """Return the complete page as the text of one self-contained file."""
     title = f"{found.model} on {found.cluster}: explore"
     header = tag(
         "header",
@@ -76,7 +76,7 @@ def _command_hint() -> Html:
 
 
 def _controls(found: Exploration) -> Html:
-    """Native inputs with labels: radio buttons for software and levers, a slider for each other axis."""
+    """Build the controls as native inputs with labels: radio buttons for engines and levers, sliders for other axes."""
     ways = found.axes[0]
     radios = [
         tag(
@@ -118,7 +118,7 @@ def _milestone(key: str, title: str) -> Html:
 
 
 def _data(found: Exploration) -> dict[str, object]:
-    """What the script needs: axes, and for each place a plan with its verdict, a reason, or nothing where unsolved."""
+    """Return the data of the script: the axes, and for each solved point a plan with its verdict, or a reason."""
     points: dict[tuple[int, ...], object] = {}
     for point in found.points:
         if point.plan is None:
@@ -149,7 +149,7 @@ def _held(plan: Plan) -> int:
 
 
 def _figures(plan: Plan, found: Exploration) -> dict[str, object]:
-    """Numbers for comparisons, and the tiles: name, figure and what stands below it."""
+    """Return numbers for comparisons, and the tiles: name, figure and the text below it."""
     assert plan.prediction is not None, "as before"
     tokens = plan.prediction.tokens_per_s_per_device * plan.num_devices
     tiles = [
@@ -165,7 +165,7 @@ def _figures(plan: Plan, found: Exploration) -> dict[str, object]:
 
 
 def _plan(plan: Plan, found: Exploration) -> Html:
-    """What fills the memory of the fullest device on the scale of the largest budget, and which layers are where."""
+    """Build a plan: the memory of the fullest device by term, on the scale of the largest budget, and its layers."""
     prediction = plan.prediction
     assert prediction is not None, "explored plans are predicted"
     held = {name: float(size) for name, size in prediction.stages[prediction.fullest].memory_bytes.items()}
@@ -195,7 +195,8 @@ def _plan(plan: Plan, found: Exploration) -> Html:
 
 
 def plan_layers(plan: Plan) -> Html:
-    """A bar for each group of equal stages with a part for each run of layers, its strategies in words, and a table."""
+    """Build a bar for each group of equal stages, with a part for each run of layers, the strategies in words, and a
+    table."""
     chain, classes, rows, cells = plan.chain(), strategy_classes(plan.strategies), list[Html](), list[tuple[str, ...]]()
     most = max(len(part.layers) for part in plan.parts)
     for _, group in groupby(enumerate(plan.parts), key=lambda each: (each[1].num_devices, each[1].strategies)):
@@ -239,7 +240,7 @@ def plan_layers(plan: Plan) -> Html:
 
 
 def _notes(found: Exploration) -> list[Html]:
-    """How many places are solved, which are not, and what was not tried."""
+    """Build notes on the number of solved points, the unsolved ones, and what was not tried."""
     solved, total = len(found.points), found.num_places
     notes = [f"{solved} of {total} places are solved, each by the search under its own memory, devices and length."]
     if solved < total:

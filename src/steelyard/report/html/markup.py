@@ -1,6 +1,6 @@
-"""HTML as values: elements whose text and attributes are escaped where they enter, and the frame of a whole page.
+"""HTML as values: elements that escape their text and attributes, and the frame of a whole page.
 
-No section can forget to escape. `document` puts style, content and a script into ``page.html``.
+Because elements escape, no section can forget it. `document` puts style, content and a script into ``page.html``.
 """
 
 import html
@@ -13,7 +13,7 @@ VOID = frozenset({"meta", "br", "line", "path", "rect", "circle", "polyline", "i
 
 
 class Html(str):
-    """Text that is markup already and is not escaped again."""
+    """Text that is already markup and is not escaped again."""
 
     __slots__ = ()
 
@@ -22,8 +22,11 @@ Child = Html | str | Iterable["Child"] | None
 
 
 def tag(name: str, /, *children: Child, **attributes: str | float | bool | None) -> Html:
-    """An element. ``class_`` stands for class and ``data_name`` for data-name; an attribute of None or False is left
-    out, one of True has no value."""
+    """Build an element.
+
+    ``class_`` stands for class and ``data_name`` for data-name. An attribute of None or False is omitted, and one of
+    True has no value.
+    """
     shown = "".join(_attribute(key, value) for key, value in attributes.items() if value is not None)
     if name in VOID:
         return Html(f"<{name}{shown}/>")
@@ -31,7 +34,7 @@ def tag(name: str, /, *children: Child, **attributes: str | float | bool | None)
 
 
 def join(children: Child) -> Html:
-    """The children one after another; plain text among them is escaped."""
+    """Join the children, escaping plain text among them."""
     if children is None:
         return Html("")
     if isinstance(children, Html):
@@ -42,7 +45,7 @@ def join(children: Child) -> Html:
 
 
 def table(headings: Iterable[str], rows: Iterable[Iterable[Child]], *, numeric: Iterable[int] = ()) -> Html:
-    """A table that scrolls by itself where it is wider than the page; ``numeric`` columns are set flush right."""
+    """Build a table that scrolls by itself if it is wider than the page. ``numeric`` columns are flush right."""
     right = set(numeric)
 
     def cells(name: str, row: Iterable[Child], **attributes: str) -> list[Html]:
@@ -63,18 +66,18 @@ def table(headings: Iterable[str], rows: Iterable[Iterable[Child]], *, numeric: 
 
 
 def folded(summary: str, *children: Child) -> Html:
-    """Content that opens when its summary is chosen."""
+    """Build content that opens when its summary is clicked."""
     return tag("details", tag("summary", summary), *children)
 
 
 def legend(items: Iterable[tuple[str, Child]], *, is_tall: bool = False) -> Html:
-    """What each look means: classes of a swatch, and words; ``is_tall`` where the words are sentences."""
+    """Build a legend from pairs of swatch classes and words. ``is_tall`` if the words are sentences."""
     rows = [tag("li", tag("i", class_=f"swatch {look}"), tag("span", words)) for look, words in items]
     return tag("ul", rows, class_="legend tall" if is_tall else "legend")
 
 
 def section(name: str, title: str, *children: Child) -> Html:
-    """A section of the page with its heading; ``name`` is its place in the address."""
+    """Build a section of the page with its heading. ``name`` is its anchor."""
     return tag("section", tag("h2", title), *children, id=name)
 
 
@@ -87,7 +90,7 @@ def _attribute(key: str, value: str | float | bool) -> str:
 
 
 def document(title: str, description: str, content: Child, *, script: str | None = None) -> str:
-    """The text of the page; ``script`` is the name of a file beside this one."""
+    """Return the text of the page. ``script`` is the name of a file in this folder."""
     return Template(_file("page.html")).substitute(
         title=join(title),
         description=tag("meta", name="description", content=description),
@@ -98,7 +101,7 @@ def document(title: str, description: str, content: Child, *, script: str | None
 
 
 def fragment(content: Child) -> str:
-    """A part of a notebook: the style of the pages, for this content alone."""
+    """Return a part of a notebook, with the style of the pages scoped to this content."""
     scoped = _file("style.css").replace(":root", ":scope").replace("body {", ":scope {")
     scoped += ":scope { max-width: 68rem; padding: 1rem; }\n"
     return tag("div", Html(f"<style>@scope {{\n{scoped}}}</style>"), content, class_="steelyard")

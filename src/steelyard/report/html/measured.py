@@ -1,4 +1,4 @@
-"""What a run measured beside what was predicted."""
+"""Measurements of a run compared with the prediction."""
 
 from collections.abc import Iterable
 from statistics import median
@@ -11,11 +11,14 @@ from steelyard.report.run_table import beside
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 MOST_RANKS = 16
-"""Of more ranks than these the fullest of each stage is shown."""
+"""Maximum number of ranks shown. With more, only the fullest of each stage is shown."""
 
 
 def measured_section(found: ReportContents) -> Html | None:
-    """Step time, throughput and memory, predicted and measured, and the course of the run; None without a record."""
+    """Build the section of step time, throughput and memory, predicted and measured, and the course of the run.
+
+    None without a record.
+    """
     record = found.record
     if record is None:
         return None
@@ -64,7 +67,7 @@ def _rows(found: ReportContents, record: RunRecord) -> Iterable[tuple[str, ...]]
 
 
 def _busy_rows(found: ReportContents, record: RunRecord) -> Iterable[tuple[str, ...]]:
-    """For each stage of a pipeline the seconds of a step in which its busiest rank worked."""
+    """Yield a row per stage of a pipeline with the busy time per step of its busiest rank, predicted and measured."""
     busy: dict[int, float] = {}
     for rank in record.ranks:
         if rank.busy_s is not None:

@@ -1,4 +1,4 @@
-"""Public results as notebooks show them: the fragments of the pages, with their style."""
+"""Public results in notebooks: fragments of the pages, with their style."""
 
 from functools import singledispatch
 
@@ -16,7 +16,7 @@ _ADVICE = ("change", "least memory", "saves", "step", "result")
 
 
 def fragment(value: object) -> str:
-    """Return a plan, trade-offs or advice as HTML that keeps its style to itself."""
+    """Return a plan, trade-offs or advice as HTML with scoped style."""
     return markup.fragment(_content(value))
 
 

@@ -1,4 +1,4 @@
-"""The page of a plan: the decision in a sentence with its figures, then all sections, with style and script inside."""
+"""The page of a plan: the decision in one sentence with figures, then all sections, with inline style and script."""
 
 from importlib.metadata import version
 
@@ -20,7 +20,7 @@ _TILE = ("name", "figure", "below")
 
 
 def summary(found: ReportContents) -> Html:
-    """The head of the page: what is trained, the decision, and the figures."""
+    """Build the head of the page: the model and cluster, the decision, and the figures."""
     plan = found.plan
     return tag(
         "header",
@@ -45,7 +45,7 @@ def summary(found: ReportContents) -> Html:
 
 
 def decision(found: ReportContents) -> Html:
-    """What to do and what that gives, in one sentence."""
+    """Return the plan and its result in one sentence."""
     plan, prediction = found.plan, found.prediction
     left = found.budget_bytes - found.peak_bytes
     verdict = (
@@ -68,7 +68,7 @@ def decision(found: ReportContents) -> Html:
 
 
 def network_text(found: ReportContents) -> str:
-    """What joins the devices, by name and rate; empty where the cluster is not at hand or measured."""
+    """Return the names and rates of the links between devices; empty if the cluster is unavailable or measured."""
     if len(found.pools) > 1:
         outer = {link_text(each.group.outer_link): None for each in found.pools if each.group.outer_link is not None}
         return f"Between pools {'; '.join(outer)}"
@@ -81,13 +81,13 @@ def network_text(found: ReportContents) -> str:
 
 
 def main_strategy(plan: Plan) -> str:
-    """The strategy of most layers."""
+    """Return the strategy of most layers."""
     names = [str(strategy) for strategy in plan.strategies]
     return max(dict.fromkeys(names), key=names.count)
 
 
 def pipeline_words(plan: Plan) -> str:
-    """Stages, schedule, devices and microbatches."""
+    """Describe stages, schedule, devices and microbatches."""
     count = format_plural(plan.num_microbatches, "microbatch", "microbatches")
     return f"{_stages(plan)}, with {count} of {plan.microbatch_samples} × {plan.seq_len:,} tokens"
 
@@ -104,7 +104,7 @@ def _stages(plan: Plan) -> str:
 
 
 def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
-    """Name, figure and what stands below it."""
+    """Return the tiles: name, figure and the text below it."""
     plan, prediction, record = found.plan, found.prediction, found.record
     share = found.peak_bytes / found.budget_bytes if found.budget_bytes else 1.0
     all_devices = format_count(prediction.tokens_per_s_per_device * plan.num_devices)
@@ -153,7 +153,7 @@ def _explore_section(page: str) -> Html:
 
 
 def report_page(found: ReportContents) -> str:
-    """The complete page as the text of one file that loads nothing from anywhere."""
+    """Return the complete page as the text of one self-contained file."""
     sections = (
         summary(found),
         measured_section(found),

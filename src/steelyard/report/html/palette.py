@@ -1,13 +1,13 @@
-"""Colours by name, for terms and strategies; the values stand in ``style.css``, one for light and one for dark.
+"""Colours by name, for terms and strategies. The values are in ``style.css``, one for light and one for dark mode.
 
-A colour has one meaning on the whole page. What a parallelism dimension spends has its colour, and so have the layers
-that it divides and what it gathers; what is kept has the colour of what it is kept for (activations and remat, the
-optimizer's states and its time). Two strategies of a dimension differ in shade. Lines and points of charts have none of
-these colours.
+A colour has one meaning on the whole page. The time of a parallelism dimension, the layers that it divides and the
+tensors that it gathers have its colour. Memory has the colour of its purpose (activations and remat, the optimizer's
+states and its time). Two strategies of a dimension differ in shade. Lines and points of charts have none of these
+colours.
 
-The hues are those of Okabe and Ito (2008), which people with any common colour blindness can tell apart, with a brown,
-a wine and an indigo darker and a pink lighter than all of them. Where there is more to tell than hues can, a pattern
-does: stripes for recomputation, hatching for what is no work.
+The hues are those of Okabe and Ito (2008), which people with any common colour blindness can distinguish, with a brown,
+a wine and an indigo that are darker and a pink that is lighter than all of them. Patterns show what hues cannot:
+stripes for recomputation, hatching for everything that is not work.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,12 +48,12 @@ PATTERNS = {Remat.NONE: "", Remat.SELECTIVE: "striped", Remat.FULL: "crossed"}
 
 
 def time_colours() -> dict[str, str]:
-    """The colour of every term of a step's time, those of the parallelism dimensions last."""
+    """Return the colour of every term of the step time, those of the parallelism dimensions last."""
     return _TIME_COLOURS | {dimension.name: dimension.hue for dimension in DIMENSIONS.values()}
 
 
 def colours(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
-    """A colour for each name: its own, or for a name without one the next hue that no other has."""
+    """Return a colour for each name: its own, or the next free hue for a name without one."""
     found: dict[str, str] = {}
     names = list(names)
     free = [hue for hue in HUES if hue not in {known.get(name) for name in names}] or list(HUES)
@@ -63,7 +63,8 @@ def colours(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
 
 
 def strategy_classes(strategies: Sequence[Strategy]) -> dict[Strategy, str]:
-    """The classes of each strategy: the hue of the dimension that divides most, a shade, and a pattern for remat.
+    """Return the classes of each strategy: the hue of its dimension of the largest degree, a shade, and a pattern for
+    remat.
 
     The most used strategy of a hue has the hue itself.
     """
@@ -82,12 +83,12 @@ def strategy_classes(strategies: Sequence[Strategy]) -> dict[Strategy, str]:
 
 
 def _hue(strategy: Strategy) -> str:
-    """That of the level of the largest degree, the outermost of several; of compute where nothing is divided."""
+    """Return the hue of the level of the largest degree (the outermost of several), or of compute without levels."""
     largest = max(strategy.levels, key=lambda level: level.degree, default=None)
     return _TIME_COLOURS["compute"] if largest is None else largest.dimension.hue
 
 
 def division(strategy: Strategy) -> str:
-    """How a strategy divides the work, recomputation aside: ``fsdp4-tp2+sp zero2``."""
+    """Return the text of a strategy without its remat, such as ``fsdp4-tp2+sp zero2``."""
     text = str(strategy)
     return text if strategy.remat is Remat.NONE else text.removesuffix(f" remat={strategy.remat}")

@@ -1,4 +1,4 @@
-"""Stages × layers, a cell for every layer, coloured by its strategy; and what each strategy means, in words."""
+"""Stages × layers with a cell for every layer, coloured by its strategy, and a description of each strategy."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from steelyard.report.html.palette import strategy_classes
 from steelyard.units import format_plural
 
 MOST_CELLS = 32
-"""Layers on one line of a stage; more go on below."""
+"""Maximum number of layers on one line of a stage. More continue on the next line."""
 _MARKS = {LayerRole.EMBEDDING: "E", LayerRole.HEAD: "H"}
 _REMAT_WORDS = {
     Remat.NONE: "keeps all activations",
@@ -26,7 +26,7 @@ _REMAT_WORDS = {
 
 
 def strategy_section(found: ReportContents) -> Html:
-    """Which layer is on which stage under which strategy, with a legend and the same as a table."""
+    """Build the section of the stage and strategy of each layer, with a legend and the same as a table."""
     plan = found.plan
     chain, classes = plan.chain(), strategy_classes(plan.strategies)
     most = max(part.last_layer - part.first_layer + 1 for part in plan.parts)
@@ -43,7 +43,7 @@ def strategy_section(found: ReportContents) -> Html:
 
 
 def describe_strategy(strategy: Strategy) -> str:
-    """What the devices of a stage do for a layer of this strategy, in words."""
+    """Describe the work of a stage's devices for a layer of this strategy."""
     used = strategy.dimensions
     parts = [
         dimension.words(strategy)
@@ -55,7 +55,7 @@ def describe_strategy(strategy: Strategy) -> str:
 
 
 def ranks_text(part: StagePart) -> str:
-    """The ranks of a part, ``0–31``."""
+    """Return the ranks of a part, such as ``0–31``."""
     first, last = part.ranks
     return str(first) if first == last else f"{first}–{last}"
 

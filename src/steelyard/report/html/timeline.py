@@ -1,7 +1,7 @@
-"""The schedule of a step, pass by pass: a picture that needs no script, and with one can be zoomed and asked.
+"""The schedule of a step, pass by pass: a picture that needs no script, but supports zooming and tooltips with one.
 
-Passes of one category are one path, so that a step of thousands of them stays quick. The picture is stretched over the
-width of the page; stage names and times stand beside it as text.
+Passes of one category are one path, so a step of thousands of them renders quickly. The picture is stretched over the
+width of the page. Stage names and times are text next to it.
 """
 
 import json
@@ -15,11 +15,11 @@ from steelyard.report.trace_events import PASSES, Slice, hidden_microbatches, st
 from steelyard.units import format_seconds
 
 WIDTH = 100_000
-"""Units of the picture's width: a step."""
+"""Width of the picture in units, which is one step."""
 ROW, HEIGHT = 10, 8
-"""Units from one stage to the next, and of a pass."""
+"""Distance between stages, and height of a pass, in units."""
 MOST_PASSES = 12_000
-"""A step of more is shown in part: its first and its last microbatches."""
+"""Maximum number of passes shown. A larger step shows only its first and its last microbatches."""
 PASS_NAMES = {each: each for each in ("forward", "backward", "weight", "once", "bubble", "not shown")} | {
     "once": "optimizer"
 }
@@ -27,7 +27,7 @@ MIN_SHARE = 0.0005
 
 
 def timeline_section(found: ReportContents) -> Html | None:
-    """The picture, what its colours mean, and the bubbles of every stage by name; None without a timeline."""
+    """Build the picture, the legend of its colours, and the bubbles of every stage by name; None without a timeline."""
     timeline, plan = found.timeline, found.plan
     if timeline is None:
         return None
@@ -112,13 +112,13 @@ def _picture(stages: Sequence[Sequence[Slice]], categories: Sequence[str], step_
 
 
 def _place(each: Slice, step_s: float) -> tuple[int, int]:
-    """Left edge and width in units of the picture."""
+    """Return the left edge and the width in units of the picture."""
     start, end = round(each.start_s / step_s * WIDTH), round(each.end_s / step_s * WIDTH)
     return start, max(end - start, 1)
 
 
 def _data(stages: Sequence[Sequence[Slice]], step_s: float) -> Html:
-    """What the script needs to answer: per stage and slice its name, microbatch, left edge and width."""
+    """Build the data of the script: name, microbatch, left edge and width per stage and slice."""
     names = list(dict.fromkeys(_name(each) for slices in stages for each in slices))
     index = {name: place for place, name in enumerate(names)}
     lanes = [
@@ -136,7 +136,7 @@ def _name(each: Slice) -> str:
 
 
 def _legend(stages: Sequence[Sequence[Slice]], categories: Sequence[str], step_s: float) -> Html:
-    """Each kind of pass with its share of all stages' time."""
+    """Build the legend: each type of pass with its share of all stages' time."""
 
     def share(category: str) -> float:
         seconds = sum(each.end_s - each.start_s for slices in stages for each in slices if each.category == category)

@@ -1,6 +1,6 @@
-"""Trade-offs as charts: time against memory with a plan and those that lost on it, and time and money against devices.
+"""Trade-offs as charts: time against memory with a plan and its alternatives, and time and money against devices.
 
-`trade_off_section` is a section of the page of a plan, `frontier_page` a page of its own with the tables.
+`trade_off_section` is a section of the page of a plan, `frontier_page` a separate page with the tables.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,8 +24,10 @@ _LOOKS = {
 
 
 def trade_off_charts(found: TradeOffs) -> tuple[Chart, ...]:
-    """Time against memory; time, throughput, and money where there is a price, against devices where several counts
-    were asked."""
+    """Return the charts of time against memory, and of time, throughput and cost against devices.
+
+    The latter are drawn if there are several device counts, with cost if there is a price.
+    """
     drawn = [memory_chart(found.points, found.budget_bytes)] if found.points else []
     counted = [point for point in found.devices if point.step_time_s is not None]
     if len(counted) > 1:
@@ -37,8 +39,10 @@ def trade_off_charts(found: TradeOffs) -> tuple[Chart, ...]:
 def memory_chart(
     points: Sequence[FrontierPoint], budget_bytes: int, others: Sequence[Mark] = (), legend: tuple[str, ...] = ()
 ) -> Chart:
-    """Least step time within a memory budget; ``others`` are further plans, x in bytes, and ``legend`` which looks to
-    explain."""
+    """Return the chart of the minimum step time within a memory budget.
+
+    ``others`` are further plans, with x in bytes, and ``legend`` lists the looks to explain.
+    """
     unit, name = (GIB, "GiB") if budget_bytes >= GIB else (MIB, "MiB")
 
     def title(point: FrontierPoint) -> str:
@@ -61,9 +65,9 @@ def memory_chart(
 
 
 def _device_charts(found: TradeOffs, counted: list[DevicePoint]) -> list[Chart]:
-    """Step time, throughput and, where there is a price, cost on numbers of devices.
+    """Return the charts of step time, throughput and, with a price, cost against the number of devices.
 
-    Tokens a second stand beside what they would be if all devices were worth as much as on the fewest.
+    Throughput is compared with linear scaling from the smallest number of devices.
     """
 
     def drawn(
@@ -115,7 +119,8 @@ def _device_charts(found: TradeOffs, counted: list[DevicePoint]) -> list[Chart]:
 
 
 def _offer_chart(offered: list[DevicePoint]) -> Chart:
-    """Step time against the cost of tokens, both from zero, with a line through the offers that are worth having."""
+    """Return the chart of step time against the cost of tokens, both from zero, with a line through the offers that are
+    worth having."""
     marks = tuple(
         _mark(
             offer.cost_per_billion_tokens or 0.0,
@@ -148,7 +153,7 @@ def _places(marks: Iterable[Mark]) -> tuple[tuple[float, float], ...]:
 
 
 def trade_off_section(found: ReportContents) -> Html:
-    """What more memory would buy, and what less would cost."""
+    """Build the section of the gain from more memory and the cost of less."""
     points = found.study.points
     others = [each for each in found.prediction.alternatives if each.step_time_s and each.memory_bytes]
     parts = [tag("p", _lead(found)), chart(_chart(found, others))]
@@ -201,13 +206,13 @@ def _chart(found: ReportContents, others: Sequence[Alternative]) -> Chart:
 
 
 def frontier_page(found: TradeOffs) -> str:
-    """The complete page as the text of one file that loads nothing from anywhere."""
+    """Return the complete page as the text of one self-contained file."""
     footer = tag("footer", tag("p", f"Written by steelyard {version('steelyard')}."))
     return document(figure_title(found), figure_title(found), (frontier_content(found), footer))
 
 
 def frontier_content(found: TradeOffs) -> Html:
-    """The choice in a sentence, its charts, and all figures."""
+    """Build the choice in one sentence, its charts, and all figures."""
     header = tag(
         "header",
         tag("p", "Trade-offs", class_="kicker"),
