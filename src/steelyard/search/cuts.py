@@ -72,7 +72,7 @@ class ChoiceProspect:
 
     tables: CostTables
     choices: tuple[Choice, ...]
-    """At least one, lowest bound first."""
+    """One or more choices, lowest bound first."""
     budget_bytes: int
 
     @property
