@@ -18,7 +18,7 @@ from steelyard.errors import UserError
 _BALANCING = ("--moe-router-load-balancing-type", "--moe-aux-loss-coeff")
 """Model flags that ms-swift does not read from the model's config."""
 _LOST = {"--window-size": "sliding_window", "--moe-layer-freq": "blocks without experts"}
-"""Model flags that ms-swift neither reads from the config nor has as arguments, with their names in the config."""
+"""Model flags that ms-swift neither reads from the config nor has as arguments, with their names in messages."""
 
 
 def _write(request: Request) -> Draft:

@@ -97,5 +97,5 @@ class Entries:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Names that were not read, in the order of the file."""
+        """Entries that were not read, by name, in the order of the file."""
         return tuple(name for name in self._values if name not in self._read)
