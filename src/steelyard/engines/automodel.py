@@ -136,7 +136,7 @@ def _content(view: UniformPlan, chain: ModelChain, levers: Levers) -> dict[str, 
     has_stages = view.pipeline.num_stages > 1
     number = "bfloat16" if view.precision == "bf16" else "float32"
     weights = "float32" if levers.value(Weights).is_default else number
-    # samples that one data rank takes at once: all microbatches of a pipeline, one of them without
+    # samples of one data rank in one forward pass: all microbatches of a pipeline, or one without a pipeline
     samples = view.microbatch_per_rank * (view.pipeline.num_microbatches if has_stages else 1)
     distributed: dict[str, Any] = {
         "strategy": "fsdp2",

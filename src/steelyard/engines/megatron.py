@@ -138,7 +138,7 @@ def _script(groups: Mapping[str, Flags], view: UniformPlan, request: Request) ->
     for name, flags in groups.items():
         lines += [f"{name}=(", *(f"    {_quoted(flag)}" for flag in flags), ")"]
     arrays = " ".join(f'"${{{name}[@]}}"' for name in groups)
-    # the lines that start as many processes on each host as it has devices
+    # lines that start one process per device on each host
     cluster = request.cluster
     nodes, devices = (cluster.num_nodes, str(cluster.devices_per_node)) if cluster else (1, "gpu")
     rank = "${NODE_RANK:-0}" if nodes == 1 else "${NODE_RANK:?set NODE_RANK to the number of this host, from 0}"

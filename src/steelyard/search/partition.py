@@ -163,7 +163,7 @@ def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | Co
         return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
     prepared = known.within(budget_bytes)
     low, high = prepared.fastest_total_s / tables.pipeline.num_stages, _slowest_total_s(tables)
-    while high - low > PRECISION * high:  # the least maximum of the stage bounds lies between them
+    while high - low > PRECISION * high:  # the minimum bound of the slowest stage lies between them
         middle = (low + high) / 2
         low, high = (low, middle) if filled_boundaries(prepared, middle) else (middle, high)
     even_s = (max(prepared.fastest_total_s, low) + (tables.num_passes - 1) * low) * (1 - ROUNDING)

@@ -276,7 +276,7 @@ class Layer(nn.Module):
             read = (places[0], names[where] if isinstance(where, str) else places[where]) if self.number else places[:1]
             found = tuple(each.contiguous() for each in read)
             return found if self.number else found[0]
-        for each in encoded:  # which ends here, with a gradient of 0
+        for each in encoded:  # the encoder's output ends here, with a gradient of 0
             hidden = hidden + each[:0].sum()
         logits, labels = self.outline(inputs, hidden), targets["labels"]
         loss = nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="sum")
