@@ -1,8 +1,9 @@
-"""The software that runs plans, one module for each engine, with all that steelyard knows of it.
+"""Engines: the software that runs plans, with one module for each.
 
-`engine` says what an engine is, of the values in `capabilities`, `execution`, `settings` and `writing`; `peft` has the
-levers of several. `native` is our own runtime, whose targets are in `pytorch` and `launch`. A new engine is one module
-and one entry of `ENGINES`; software that drives another engine from files of its own is one of `FRONT_ENDS`.
+`engine` defines an engine, from the values in `capabilities`, `execution`, `settings` and `writing`; `peft` has the
+levers that several engines share. `native` is our own runtime, whose targets are in `pytorch` and `launch`. A new
+engine is one module and one entry of `ENGINES`; software that drives another engine through its own files is one of
+`FRONT_ENDS`.
 """
 
 from collections.abc import Mapping
@@ -48,20 +49,20 @@ FRONT_ENDS: Mapping[Target, Engine] = {
     ms_swift.TARGET: megatron.MEGATRON,
     swift_sft.TARGET: swift_sft.ENGINE,
 }
-"""Software that drives an engine from files of its own, by what writes them."""
+"""Software that drives an engine through its own files, by the target that writes them."""
 _ENGINES_OF: Mapping[Target, Engine] = {
     **{target: engine for engine in ENGINES.values() for target in engine.targets},
     **FRONT_ENDS,
 }
 ENGINE_OF_TARGET: dict[str, Engine] = {target.name: engine for target, engine in _ENGINES_OF.items()}
-"""By the name of a target, the engine that runs what it writes."""
+"""Engine that runs the files of a target, by the target's name."""
 TARGETS: dict[str, Target] = {target.name: target for target in _ENGINES_OF}
 
 Value = TypeVar("Value")
 
 
 def engine_of(name: str) -> Engine:
-    """Return the engine of a name, with options as in ``megatron+deepep``; raise `UserError` for an unknown one."""
+    """Return the engine of a name, with options as in ``megatron+deepep``. Raises `UserError` if it is unknown."""
     plain, *options = name.split("+")
     if plain in TARGETS and plain not in ENGINES:
         raise UserError(
@@ -81,7 +82,7 @@ def check_levers(
     devices: tuple[Device, ...] = (),
     precision: Precision | None = None,
 ) -> None:
-    """Raise `UserError` for the first lever that an engine, a model or devices, if they are known, cannot have."""
+    """Raise `UserError` for the first lever that the engine, the model or the devices (if known) do not support."""
     known = tuple(ENGINES.values())
     levers.check(
         Asked(chain=chain, engine=engine, engines=known, levers=levers.texts, devices=devices, precision=precision)
@@ -89,7 +90,7 @@ def check_levers(
 
 
 def target_of(name: str) -> Target:
-    """Return the target of a name; raise `UserError` for one that is not known."""
+    """Return the target of a name. Raises `UserError` if it is unknown."""
     return _named(name, TARGETS, "--to")
 
 

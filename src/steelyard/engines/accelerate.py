@@ -1,8 +1,7 @@
 """A plan for accelerate: its launch configuration, with FSDP2 or DDP.
 
 Names are those of accelerate 1.15.0 (``commands/config/config_args.py``, ``parallelism_config.py``). It has no
-pipelines for a trainer, no sequence parallelism beside tp and no selective remat, and refuses plain replication beside
-tp.
+pipelines for a trainer, no sequence parallelism with tp and no selective remat, and refuses plain replication with tp.
 """
 
 from typing import Any
@@ -40,7 +39,7 @@ OPTIMIZERS = {
     "adafactor": "torch.optim.Adafactor",
     "sgd": "torch.optim.SGD",
 }
-"""Those that our runtime has too."""
+"""Optimizer classes that our runtime supports too."""
 _TIED = (
     "freeing the tied matrix: embedding, final norm and head are one unit, gathered from its first use in forward to "
     "its last in backward"
@@ -83,7 +82,8 @@ def _write(request: Request) -> Draft:
 
 
 def kept_gathered(request: Request) -> list[str]:
-    """Return what accelerate gathers once a microbatch whatever the ZeRO stage (``utils/fsdp_utils.py``)."""
+    """Return lines on parameters that accelerate gathers once per microbatch at any ZeRO stage
+    (``utils/fsdp_utils.py``)."""
     if request.plan.chain().tied_embeddings:
         return [_TIED]
     return [GATHERED_TAIL] if UniformPlan.of(request.plan).zero == 3 else []

@@ -4,11 +4,12 @@ Names are those of NVIDIA-NeMo/Automodel on GitHub (``components/distributed/con
 ``components/distributed/pipelining/config.py`` at 1265a65, ``recipes/_dist_utils.py`` at 0251250,
 ``components/distributed/mesh_utils.py`` at 210f58f, ``components/moe/parallelizer.py`` at 005f663) and of its
 documentation of 0.7.0. States are sharded over the ranks of fsdp and cp together. Experts are divided in models that
-Automodel has code of its own for (``_transformers/registry.py`` at 003a961), which take no tp.
+Automodel has its own code for (``_transformers/registry.py`` at 003a961), which do not support tp.
 
-Adapters are its own (``components/_peft/lora.py`` of 0.7.0), of the form of peft's: beside linear layers that a pattern
-names, first weights and dropout as there. They and their states are in the type of the base. A base in 4 bits is read
-from weights alone, and the file has a config. Any class of optimizer can be named (``components/optim/optimizer.py``).
+Adapters are its own (``components/_peft/lora.py`` of 0.7.0) in the form of peft's: on linear layers that match a
+pattern, with the same initial weights and dropout. They and their states have the type of the base. A 4-bit base can
+only be read from weights, but the file has a config. Any optimizer class can be named
+(``components/optim/optimizer.py``).
 """
 
 from collections.abc import Mapping
@@ -135,7 +136,7 @@ def _content(view: UniformPlan, chain: ModelChain, levers: Levers) -> dict[str, 
     has_stages = view.pipeline.num_stages > 1
     number = "bfloat16" if view.precision == "bf16" else "float32"
     weights = "float32" if levers.value(Weights).is_default else number
-    # samples that one data rank takes at once: all microbatches of a pipeline, one of them without
+    # samples of one data rank in one forward pass: all microbatches of a pipeline, or one without a pipeline
     samples = view.microbatch_per_rank * (view.pipeline.num_microbatches if has_stages else 1)
     distributed: dict[str, Any] = {
         "strategy": "fsdp2",
@@ -226,5 +227,5 @@ AUTOMODEL = Engine(
     ),
 )
 """FSDP2 as in the runtime, gradients reduced in fp32 in every microbatch (defer_fsdp_grad_sync is off), receive buffers
-of 1F1B in a ring; its selective policy is torchtitan's (``components/distributed/activation_checkpointing.py``), its
+of 1F1B in a ring. Its selective policy is torchtitan's (``components/distributed/activation_checkpointing.py``); its
 linear layers, norms and attention are Transformer Engine's (backend of its recipes)."""

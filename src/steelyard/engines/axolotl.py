@@ -1,13 +1,13 @@
 """A plan as axolotl's YAML, which drives accelerate: FSDP2 or DDP, degrees, activation checkpointing, batch.
 
 Names are those of the package axolotl 0.19.0 (``utils/schemas/config.py``, ``utils/schemas/fsdp.py``). Its
-``utils/distributed.py`` gives the degrees to accelerate's ParallelismConfig, tp with them, although the schema's words
-name DeepSpeed alone for it. It is a front end of `steelyard.engines.accelerate`, which says what plans it can have and
-how they run.
+``utils/distributed.py`` passes the degrees, including tp, to accelerate's ParallelismConfig, although the schema
+mentions only DeepSpeed for tp. It is a front end of `steelyard.engines.accelerate`, which defines its plans and their
+execution.
 
 Adapters are peft's (``utils/schemas/peft.py``, ``loaders/adapter.py``), with its own kernels for them turned off
-(``lora_*_kernel``), which keep other tensors. A base in 4 bits is for one device or DDP: under FSDP2 axolotl shards it
-(``loaders/model.py``: bnb_4bit_quant_storage), and our runtime does not.
+(``lora_*_kernel``), because they keep other tensors. A 4-bit base is for one device or DDP: under FSDP2 axolotl shards
+it (``loaders/model.py``: bnb_4bit_quant_storage), and our runtime does not.
 """
 
 from dataclasses import replace
@@ -106,7 +106,7 @@ ENGINE = replace(
         "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
     },
 )
-"""accelerate with the levers that the YAML can say."""
+"""accelerate with the levers that the YAML file supports."""
 TARGET = Target(
     name="axolotl",
     software="axolotl 0.19.0",

@@ -1,9 +1,9 @@
-"""The plans that an engine can express, as data, and the parts of a given plan that go beyond them.
+"""Plans that an engine can express, as data, and the parts of a given plan that exceed them.
 
 An engine with ``mixes_layers`` runs every plan. Any other takes one strategy for the whole model: the same levels, sp
-and ZeRO stage on every layer, experts divided alike in all layers that have some, one remat choice for all blocks, and
-none for the embedding and the head, which no framework recomputes. `steelyard.planning.uniform` searches plans of that
-form.
+and ZeRO stage on every layer, experts divided identically in all layers that have some, one remat choice for all
+blocks, and none for the embedding and the head, which no framework recomputes. `steelyard.planning.uniform` searches
+plans of that form.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,14 +17,14 @@ from steelyard.plan.strategy import Remat, Strategy
 
 Dimensions = frozenset[Dimension]
 Allowed = Mapping[str, frozenset[Value]]
-"""By the key of a mode, the values that a framework can give it."""
+"""Values that a framework supports, by the key of a mode."""
 
 SHOWN_STRATEGIES = 4
-"""Strategies of a mix that a reason lists before it ends in …"""
+"""Number of strategies of a mix that a reason lists before it ends in …"""
 
 
 def dimensions_of(*names: str) -> frozenset[Dimensions]:
-    """Sets of dimensions that may share a layer, each written as in ``fsdp+tp``; a layer without any always may be."""
+    """Return the sets of dimensions, written as in ``fsdp+tp``, that may share a layer, and the empty set."""
     return frozenset(frozenset(dimension_named(dimension) for dimension in name.split("+")) for name in names) | {
         frozenset()
     }
@@ -32,32 +32,32 @@ def dimensions_of(*names: str) -> frozenset[Dimensions]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """The plans that an engine can express. The first field decides: the rest is for engines of one strategy."""
+    """The plans that an engine can express. All fields after ``mixes_layers`` are for engines of one strategy."""
 
     mixes_layers: bool
-    """Whether each layer may have a strategy of its own."""
+    """Whether each layer may have its own strategy."""
     dimensions: frozenset[Dimensions] = frozenset()
-    """The sets of parallelism dimensions that may share a layer."""
+    """Sets of parallelism dimensions that may share a layer."""
     modes: Allowed = field(default_factory=dict)
-    """What each mode of these dimensions may be; a mode that is not named only its default."""
+    """Allowed values of the modes of these dimensions; a mode that is not named has only its default."""
     modes_beside: Mapping[str, Allowed] = field(default_factory=dict)
-    """What takes the place of some of these where a layer uses another dimension as well, by the name of that one."""
+    """Replacements of some of these values if a layer also uses another dimension, by the name of that dimension."""
     modes_piped: Allowed = field(default_factory=dict)
-    """What takes the place of some of these where there are several stages."""
+    """Replacements of some of these values if there are several stages."""
     shares_heads: bool = True
-    """Whether tp may have more ranks than there are key-value heads, of which several hold one alike."""
+    """Whether tp may have more ranks than there are key-value heads, so that several ranks hold the same head."""
     experts_within_shards: bool = False
-    """Whether experts are divided over ranks that share the states of the rest of a layer, and no others."""
+    """Whether experts are divided only over ranks that share the states of the rest of a layer."""
     experts_of: frozenset[str] | None = None
     """Model types whose experts may be divided; None: all."""
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """By the name of a dimension, why a layer cannot use it, where there is more to say than that it cannot."""
+    """Reasons, beyond lack of support, why a layer cannot use a dimension, by the dimension's name."""
     remats: frozenset[Remat] = frozenset()
-    """What may be recomputed of all blocks alike."""
+    """Remat choices that may apply to all blocks."""
     remats_first_blocks: bool = False
-    """Whether the first n blocks of every stage may be recomputed and the others not, n the same on all stages."""
+    """Whether only the first n blocks of every stage may be recomputed, with the same n on all stages."""
     schedules: frozenset[str] = frozenset()
-    """Of pipelines, which may be cut anywhere, by name; without any there are none."""
+    """Names of the pipeline schedules; empty if there are no pipelines. Pipelines may be cut anywhere."""
 
     def runs(self, schedule: str) -> bool:
         """Return whether stages may run this schedule."""
@@ -68,12 +68,12 @@ class Capabilities:
         return self.experts_of is None or chain.family.model_type in self.experts_of
 
     def allowed(self, mode: Mode, *, is_piped: bool) -> frozenset[Value]:
-        """Return what a mode may be in a layer with no other dimension that changes it."""
+        """Return the allowed values of a mode in a layer without another dimension that changes them."""
         usual = self.modes.get(mode.key, frozenset({mode.default}))
         return self.modes_piped.get(mode.key, usual) if is_piped else usual
 
     def refusal(self, strategy: Strategy, *, is_piped: bool = False) -> str | None:
-        """Why the framework cannot give a layer of one or several stages this strategy, or None where it can."""
+        """Return why the framework cannot give a layer this strategy, or None if it can."""
         if self.mixes_layers:
             return None
         dimensions = frozenset(strategy.dimensions)
@@ -100,12 +100,12 @@ class Capabilities:
         return None if strategy.remat in self.remats else f"{strategy.remat} remat"
 
     def offers(self, key: str, value: Value) -> bool:
-        """Whether a mode may have this value in some layer."""
+        """Return whether a mode may have this value in some layer."""
         allowed = (self.modes, self.modes_piped, *self.modes_beside.values())
         return value == modes()[key][1].default or any(value in each.get(key, frozenset()) for each in allowed)
 
     def _misplaced(self, strategy: Strategy) -> str | None:
-        """Why the framework cannot use the ranks that a strategy gives its dimensions, or None where it can."""
+        """Return why the framework cannot use the ranks that a strategy gives its dimensions, or None if it can."""
         if any(level.dimension.divides is Divides.TENSORS for level in strategy.levels[:-1]):
             return "tensor parallelism over ranks that are not neighbours"
         experts, shards = strategy.expert_degree, strategy.state_shards
@@ -114,13 +114,13 @@ class Capabilities:
         return None
 
     def _beside(self, key: str, dimensions: Dimensions) -> tuple[str, frozenset[Value]] | None:
-        """The dimension among those of a layer that changes what a mode may be, and to what."""
+        """Return the dimension of a layer that changes the allowed values of a mode, and these values."""
         found = ((name, allowed[key]) for name, allowed in self.modes_beside.items() if key in allowed)
         return next(((name, values) for name, values in found if dimension_named(name) in dimensions), None)
 
 
 def unsupported(plan: Plan, capabilities: Capabilities) -> tuple[str, ...]:
-    """What of a plan a framework of these means cannot express, one reason each; empty where it can run it as it is."""
+    """Return the reasons why a framework with these capabilities cannot express a plan; empty if it can run it."""
     return () if capabilities.mixes_layers else tuple(_reasons(plan, plan.chain(), capabilities))
 
 
@@ -155,14 +155,14 @@ def _reasons(plan: Plan, chain: ModelChain, capabilities: Capabilities) -> Itera
 
 
 def block_layers(chain: ModelChain) -> tuple[int, ...]:
-    """The layers of the chain that are blocks, in order."""
+    """Return the layers of the chain that are blocks, in order."""
     return tuple(layer for layer in range(chain.num_layers) if chain.type_of(layer).role is LayerRole.BLOCK)
 
 
 def first_blocks_recomputed(plan: Plan) -> int | None:
-    """The n of "the first n blocks of every stage are recomputed in full"; None where the plan is not of that form.
+    """Return n if the first n blocks of every stage are recomputed in full; None if the plan has another form.
 
-    Every block of a stage with n or fewer of them.
+    Stages of n or fewer blocks recompute all of them.
     """
     blocks, strategies = set(block_layers(plan.chain())), plan.strategies
     parts = [[strategies[layer].remat is Remat.FULL for layer in part.layers if layer in blocks] for part in plan.parts]

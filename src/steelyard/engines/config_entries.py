@@ -1,8 +1,8 @@
 """Compare the entries of a model's config with the model that a framework builds: carried, without effect, or refused.
 
-Megatron and torchtitan build the model themselves. If an export loses an entry of the config, they train another model
-and say nothing. So every entry is one of three: its writer carries it; it does not change training (`NO_EFFECT`); or
-it must have a value for which both models are identical, and every other value is refused. `DEFAULTS` are the values
+Megatron and torchtitan build the model themselves. If an export loses an entry of the config, they silently train
+another model. Therefore every entry is one of three: its writer carries it; it does not change training (`NO_EFFECT`);
+or it must have a value for which both models are identical, and every other value is refused. `DEFAULTS` are the values
 that transformers 5.23 uses for missing entries. Entries that neither the table nor the writer knows are refused.
 """
 
@@ -37,7 +37,7 @@ NO_EFFECT: Mapping[str, frozenset[str]] = {
     "a decoder has no encoder": frozenset({"is_decoder", "is_encoder_decoder", "tie_encoder_decoder"}),
     "how long sequences may be: the plan has its own length": frozenset({"max_position_embeddings"}),
 }
-"""Entries that do not change what is trained, by the reason."""
+"""Entries that do not change training, by the reason."""
 _WITHOUT_EFFECT = frozenset().union(*NO_EFFECT.values())
 _UNWRITTEN = (
     *("_name_or_path", "auto_map", "task_specific_params", "tokenizer_class"),
@@ -79,12 +79,12 @@ ROPE = "rope_scaling"
 """The entry that scales the frequencies of the rotary embedding; absent if they are not scaled."""
 WINDOW = "sliding_window"
 ANY = None
-"""Instead of supported values: the writer carries every value."""
+"""Placeholder for supported values: the writer carries every value."""
 Known = Mapping[str, Collection[Any] | None]
 
 
 def completed(chain: ModelChain, seq_len: int) -> dict[str, Any]:
-    """Return the entries of a model's config, with the defaults of transformers for those that are missing.
+    """Return the entries of a model's config, with the defaults of transformers for missing ones.
 
     The rotary embedding is ``rope_theta`` and ``rope_scaling``, as before transformers 5. A window of ``seq_len``
     tokens or more has no effect and is None.
@@ -110,9 +110,9 @@ def completed(chain: ModelChain, seq_len: int) -> dict[str, Any]:
 
 
 def hub_config(chain: ModelChain) -> dict[str, Any]:
-    """Return the config of a model as a Hugging Face file has it, without names, code and templates of its author.
+    """Return the config of a model in Hugging Face's format, without names, code and templates of its author.
 
-    Rotary embeddings that are the same in all layers stand as transformers 4 writes them, which 5 reads too.
+    Rotary embeddings that are the same in all layers are written as in transformers 4, which version 5 reads too.
     """
     found = {key: value for key, value in chain.config.items() if key not in _UNWRITTEN}
     rope = dict(found.get("rope_parameters") or {})
@@ -125,7 +125,7 @@ def hub_config(chain: ModelChain) -> dict[str, Any]:
 
 
 def refuse_entries(target: str, chain: ModelChain, config: Mapping[str, Any], known: Known) -> None:
-    """Raise `UserError` for the first entry of a `completed` config that the target's model cannot have.
+    """Raise `UserError` for the first entry of a `completed` config that the target's model does not support.
 
     ``known`` maps the entries that the target has to the values it supports, or to `ANY`.
     """

@@ -3,12 +3,12 @@
 Names are those of DeepSpeed 0.19.8 (``runtime/config.py``, ``runtime/zero/config.py``,
 ``runtime/tensor_parallel/config.py``, ``runtime/activation_checkpointing/config.py``,
 ``module_inject/auto_ep_config.py``). AutoEP replaces the experts of models that it has a preset for
-(``module_inject/auto_ep_presets``); the ranks of tp divide whole experts, too. DeepSpeed's pipelines want the model
-written as a ``PipelineModule``, which a JSON file cannot make of a Hugging Face model. It has no hybrid sharding any
-more: MiCS is removed, and the groups of ZeRO++ hold a second copy of parameters that stay sharded over all ranks.
+(``module_inject/auto_ep_presets``); the ranks of tp divide whole experts, too. DeepSpeed's pipelines require the model
+as a ``PipelineModule``, which a JSON file cannot make of a Hugging Face model. Hybrid sharding no longer exists: MiCS
+is removed, and the groups of ZeRO++ hold a second copy of parameters that stay sharded over all ranks.
 
-Adapters are peft's, which the training script puts into the model. ZeRO flattens parameters, whose number blocks of
-torchao's moments need not divide: bitsandbytes' take any (``zero_allow_untested_optimizer``).
+Adapters are peft's, which the training script puts into the model. ZeRO flattens parameters; their number need not be a
+multiple of the block size of torchao's moments. bitsandbytes' take any number (``zero_allow_untested_optimizer``).
 """
 
 import json
@@ -35,7 +35,7 @@ PRESETS = {
     "deepseek_v2": "deepseek_v2",
     "deepseek_v3": "deepseek_v3",
 }
-"""What AutoEP calls the layout of a model's experts, by the model type."""
+"""AutoEP's name for the layout of a model's experts, by model type."""
 _SCALED = {
     "enabled": True,
     "loss_scale": 0,
@@ -44,7 +44,7 @@ _SCALED = {
     "hysteresis": 1,
     "min_loss_scale": 1,
 }
-"""fp16 with a loss scale that follows overflow (0), as torch's `GradScaler` lets it, and ends the run below 1."""
+"""fp16 with a dynamic loss scale (0), as in torch's `GradScaler`; the run ends below a scale of 1."""
 _OPTIMIZERS = {"adamw-8bit": "bitsandbytes.optim.AdamW8bit", "sgd": "torch.optim.SGD"}
 CAPABILITIES = Capabilities(
     mixes_layers=False,
@@ -168,4 +168,4 @@ DEEPSPEED = Engine(
         ),
     ),
 )
-"""ZeRO-3 with gradients in 16 bits, as published runs of it have them."""
+"""ZeRO-3 with 16-bit gradients, as in its published runs."""

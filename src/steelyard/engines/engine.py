@@ -1,4 +1,4 @@
-"""An engine: the software that runs a plan. Which models it runs, what it can express, how it executes, what it reads.
+"""Definition of an engine, the software that runs a plan: its models, capabilities, execution, files and levers.
 
 Each engine is one value in one module of this package. Search, prices and exports take an engine and know none by name.
 """
@@ -19,14 +19,14 @@ from steelyard.precision import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A lever as an engine runs it; its writer says it in words of the engine."""
+    """A lever as an engine runs it; the engine's writer translates it."""
 
     refuse: Callable[[Any], str | None] = lambda lever: None
-    """Why it does not run a value, in words behind its name; None where it does."""
+    """Function that returns why the engine does not run a value, in words that follow its name; None if it does."""
     dimensions: frozenset[Dimensions] | None = None
-    """The sets of parallelism dimensions that may share a layer beside it; None: all that the engine has."""
+    """Sets of parallelism dimensions that may share a layer with this lever; None: all that the engine has."""
     execution: Callable[[Execution], Execution] = lambda execution: execution
-    """What it makes of the execution."""
+    """Function that returns the execution with this lever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,34 +35,33 @@ class Engine:
 
     name: str
     capabilities: Capabilities
-    """The plans that it can run."""
+    """Plans that it can run."""
     execution: Execution = OURS
-    """How it runs them, as far as that changes time or memory; the default is how `steelyard.runtime` does."""
+    """Execution of plans, as far as it changes time or memory; the default is that of `steelyard.runtime`."""
     precisions: tuple[Precision, ...] = ("bf16", "fp32")
     refuse: Callable[[ModelChain, int], None] = lambda chain, seq_len: None
-    """Raises `UserError` for a model, or a sequence length of it, that the engine cannot train; called before any
+    """Function that raises `UserError` if the engine cannot train a model or sequence length; called before any
     search."""
     targets: tuple[Target, ...] = ()
-    """The ways to write a plan for it."""
+    """Ways to write a plan for it."""
     reader: Reader | None = None
-    """How its files of settings are read; None where that is not known here."""
+    """Reader of its settings files; None if they are not supported."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What its users set beside a plan, by name, with the fields of its execution that this changes. An engine with
-    some of them has them in its name, ``megatron+deepep``, so that a plan names them too."""
+    """Options that users set in addition to a plan, by name, with the fields of the execution that they change. They
+    are part of the engine's name, ``megatron+deepep``, and therefore recorded in the plan."""
 
     levers: Mapping[str, Taken] = field(default_factory=dict)
-    """How it runs each lever that it has, by name; an engine that ``mixes_layers`` runs all others as our runtime does.
-    """
+    """Supported levers by name; an engine that ``mixes_layers`` runs all others as our runtime does."""
 
     def lever_refusal(self, lever: Lever) -> str | None:
-        """Why it does not run this value of a lever, in words behind its name; None where it does."""
+        """Return why the engine does not run this value of a lever, in words that follow its name; None if it does."""
         taken = self.levers.get(lever.name)
         if taken is None:
             return None if self.capabilities.mixes_layers else ""
         return taken.refuse(lever)
 
     def running(self, levers: Levers) -> "Engine":
-        """The engine as it runs these levers."""
+        """Return the engine as it runs these levers."""
         found = self
         for taken in (self.levers[lever.name] for lever in levers if lever.name in self.levers):
             means = found.capabilities
@@ -72,7 +71,7 @@ class Engine:
         return found
 
     def with_options(self, chosen: Sequence[str]) -> "Engine":
-        """The engine with these of its options; raises `UserError` for one that it does not have."""
+        """Return the engine with these of its options. Raises `UserError` if it does not have one of them."""
         found = self.execution
         for name in chosen:
             if name not in self.options:

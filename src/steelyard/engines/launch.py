@@ -1,12 +1,12 @@
 """Files that start a training run of a plan: a torchrun script, a Slurm batch script, a job of Kubeflow.
 
-They run the plan as it is, with `steelyard.train` on every process. Sources: ``torchrun --help`` of torch 2.13; the
+They run the unchanged plan, with `steelyard.train` on every process. Sources: ``torchrun --help`` of torch 2.13; the
 sbatch manual; the TrainJob and TrainingRuntime of Kubeflow Trainer v2 (kubeflow/trainer on GitHub,
 ``pkg/apis/trainer/v1alpha1`` at 0015772 and 022656a, ``manifests/base/runtimes/torch_distributed.yaml`` at 0c78efb),
 whose torch policy sets PET_MASTER_ADDR, PET_MASTER_PORT and PET_NODE_RANK in the container named ``node``; the
 PyTorchJob of the training operator v1 (``kubeflow.org/v1``), which sets MASTER_ADDR, MASTER_PORT and RANK (of the pod)
-in each container named ``pytorch``. The TrainJob has a runtime of its own beside it, so that pods have the plan and the
-data whatever the version calls the patches of a shared one.
+in each container named ``pytorch``. The TrainJob has its own runtime, so that pods have the plan and the data
+regardless of a version's name for the patches of a shared runtime.
 """
 
 import re
@@ -25,11 +25,11 @@ from steelyard.plan.plan import Plan
 from steelyard.units import format_plural
 
 Document = dict[str, Any]
-"""One of a YAML file."""
+"""One document of a YAML file."""
 _LONGEST_NAME = 40
-"""Kubernetes takes 63 letters, of which some are ours and some its own."""
+"""Maximum length of a model's name: Kubernetes allows 63 letters, including our prefixes and its own suffixes."""
 _GPUS_OF: Mapping[Vendor, str] = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
-"""What the device plugin of each vendor calls its gpus in Kubernetes."""
+"""Kubernetes resource name of the GPUs of each vendor's device plugin."""
 _SETTINGS = (
     "set -euo pipefail",
     'PLAN="${PLAN:-plan.json}"',
@@ -136,7 +136,7 @@ def _write_kubeflow(file: str, job: Callable[[Cluster, str, str], list[Document]
 
 
 class _BlockTextDumper(yaml.SafeDumper):
-    """Writes text of several lines as a block, so that a plan stays readable."""
+    """A dumper that writes text of several lines as a block, so that a plan stays readable."""
 
 
 _BlockTextDumper.add_representer(
@@ -146,7 +146,7 @@ _BlockTextDumper.add_representer(
 
 
 def _trainjob(cluster: Cluster, name: str, image: str) -> list[Document]:
-    """The runtime of a job of Kubeflow Trainer v2, and the job."""
+    """Return the runtime of a job of Kubeflow Trainer v2, and the job."""
     prefix = "trainer.kubeflow.org"
     pod = _pod(cluster, name, image, container="node", rank="PET_NODE_RANK", meeting="PET_MASTER")
     node = {
@@ -176,7 +176,7 @@ def _trainjob(cluster: Cluster, name: str, image: str) -> list[Document]:
 
 
 def _pytorchjob(cluster: Cluster, name: str, image: str) -> list[Document]:
-    """The job of the training operator v1."""
+    """Return the job of the training operator v1."""
     pod = _pod(cluster, name, image, container="pytorch", rank="RANK", meeting="MASTER")
 
     def replicas(count: int) -> Document:
@@ -237,7 +237,7 @@ def _resources(cluster: Cluster) -> dict[str, Any]:
 
 
 def _cluster(request: Request, target: str) -> Cluster:
-    """The hosts of the plan; raises `UserError` where they are unlike, not known, or have not the plan's devices."""
+    """Return the hosts of the plan. Raises `UserError` if they differ, are unknown or lack the plan's devices."""
     plan = request.plan
     refuse_own_module(target, plan.chain())
     cluster = request.cluster
@@ -274,7 +274,7 @@ def _processes(plan: Plan, cluster: Cluster) -> str:
 
 
 def _dashed(name: str) -> str:
-    """The name as Kubernetes and Slurm take one: small letters and digits, not too many of them."""
+    """Return a name that Kubernetes and Slurm accept: at most `_LONGEST_NAME` lower-case letters, digits, dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:_LONGEST_NAME].strip("-") or "model"
 
 

@@ -3,10 +3,10 @@
 Two targets: ``megatron`` replicates parameters over data ranks and shards the optimizer (the distributed optimizer,
 ZeRO-1), as its users do; ``megatron-fsdp`` shards all states with Megatron-FSDP.
 
-Names are those of megatron-core 0.19.2 (``megatron/training/arguments.py`` and the config classes it is made from, and
+Names are those of megatron-core 0.19.2 (``megatron/training/arguments.py`` and the config classes that it uses, and
 ``core/transformer/pipeline_parallel_layer_layout.py`` for the layout: E the embedding, t a block, L the loss, | a cut).
-Hybrid sharding is Megatron-FSDP's with several instances of the distributed optimizer, whose outer ranks do not shard:
-it takes ZeRO-3 inside.
+Hybrid sharding is Megatron-FSDP's with several instances of the distributed optimizer, whose outer ranks do not shard;
+it requires ZeRO-3 inside.
 """
 
 import ast
@@ -35,17 +35,17 @@ from steelyard.precision import SCALES_LOSS, Precision
 from steelyard.schedules import SCHEDULES
 
 _COMMUNICATION = {"gather": "all_gather", "ulysses": "a2a"}
-"""What ``--cp-comm-type`` calls the ways in which attention sees the whole sequence: the words of ``TransformerConfig``
-and Transformer Engine. The option's own help says ``allgather``, which nothing reads."""
+"""Values of ``--cp-comm-type`` by cp method, as in ``TransformerConfig`` and Transformer Engine. The option's own help
+says ``allgather``, which nothing reads."""
 
 _DISPATCHERS: Mapping[str, Sequence[str]] = {
     "alltoall": ("--moe-token-dispatcher-type alltoall",),
     "allgather": ("--moe-token-dispatcher-type allgather",),
     "deepep": ("--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend deepep"),
 }
-"""By the name of an option, how tokens are sent to their experts; the first where none is chosen."""
+"""Flags of the token dispatcher by option; the first is the default."""
 BALANCED = "balanced"
-"""The option by which routers deal tokens out evenly, for benchmarks."""
+"""Option that makes routers distribute tokens evenly, for benchmarks."""
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     **{"alltoall": {"dispatcher": "all-to-all"}, "allgather": {"dispatcher": "all-gather"}},
     "deepep": {"dispatcher": "deep"},
@@ -86,10 +86,10 @@ _FLAGS: Mapping[Precision, Sequence[str]] = {
     "mxfp8": ("--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"),
     "nvfp4": ("--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4"),
 }
-"""How each precision is told. In fp16 Megatron keeps and reduces gradients in fp16 unless told otherwise, and begins
-with a loss scale of 2^32."""
+"""Flags of each precision. By default Megatron keeps and reduces gradients in fp16 under fp16, and starts with a loss
+scale of 2^32."""
 Flags = list[str]
-"""Each an option, and behind a space its value, which the script quotes."""
+"""Options, each with its value after a space, which the script quotes."""
 
 
 def _refuse(chain: ModelChain, seq_len: int) -> None:
@@ -138,7 +138,7 @@ def _script(groups: Mapping[str, Flags], view: UniformPlan, request: Request) ->
     for name, flags in groups.items():
         lines += [f"{name}=(", *(f"    {_quoted(flag)}" for flag in flags), ")"]
     arrays = " ".join(f'"${{{name}[@]}}"' for name in groups)
-    # the lines that start as many processes on each host as it has devices
+    # lines that start one process per device on each host
     cluster = request.cluster
     nodes, devices = (cluster.num_nodes, str(cluster.devices_per_node)) if cluster else (1, "gpu")
     rank = "${NODE_RANK:-0}" if nodes == 1 else "${NODE_RANK:?set NODE_RANK to the number of this host, from 0}"
@@ -154,13 +154,13 @@ def _script(groups: Mapping[str, Flags], view: UniformPlan, request: Request) ->
 
 
 def _quoted(flag: str) -> str:
-    """An option and its value as words of a shell: no value of a config is ever more than a value."""
+    """Return an option and its value as shell words, quoted so that a value of a config is never code."""
     option, space, value = flag.partition(" ")
     return option + (f" {shlex.quote(value)}" if space else "")
 
 
 def refuse_cut_token(name: str, chain: ModelChain, tp: int) -> None:
-    """Raise `UserError` where ranks of tp would share a token: for targets that do not pad the vocabulary."""
+    """Raise `UserError` if tp does not divide the vocabulary, for targets that do not pad it."""
     if chain.vocab_size % tp:
         raise UserError(
             field="--to",
@@ -171,7 +171,7 @@ def refuse_cut_token(name: str, chain: ModelChain, tp: int) -> None:
 
 
 def attributes(flags: Flags) -> dict[str, Any]:
-    """Return flags as names and values of Python: ``--micro-batch-size 2`` is ``micro_batch_size``, 2."""
+    """Return flags as Python names and values: ``--micro-batch-size 2`` becomes ``micro_batch_size``, 2."""
     found: dict[str, Any] = {}
     for flag in flags:
         option, _, text = flag.partition(" ")
@@ -219,7 +219,7 @@ def parallel_flags(view: UniformPlan, options: Sequence[str]) -> Flags:
 
 
 def layout(parts: tuple[PipelinePart, ...]) -> str:
-    """The stages, or their chunks, as ``--pipeline-model-parallel-layout`` writes them: ``Ettt|tttt|tttL``."""
+    """Return the stages, or their chunks, in the form of ``--pipeline-model-parallel-layout``: ``Ettt|tttt|tttL``."""
     return "|".join(
         "E" * part.has_embedding
         + (f"t*{len(part.blocks)}" if len(part.blocks) > 1 else "t" * len(part.blocks))
@@ -241,7 +241,7 @@ def remat_flags(view: UniformPlan, chain: ModelChain) -> Flags:
 
 
 def model_flags(chain: ModelChain, seq_len: int) -> Flags:
-    """Return the flags of a model for ``seq_len`` tokens; raise `UserError` if Megatron cannot build that model."""
+    """Return the flags of a model for ``seq_len`` tokens. Raises `UserError` if Megatron cannot build the model."""
     family = _FAMILIES.get(chain.family.model_type)
     if family is None:
         raise UserError(
@@ -284,7 +284,7 @@ def model_flags(chain: ModelChain, seq_len: int) -> Flags:
 
 
 def _rope_flags(chain: ModelChain, config: Mapping[str, Any]) -> Flags:
-    """Return the flags of the rotary embedding; raise `UserError` for a scaling that Megatron's GPT does not have."""
+    """Return the flags of the rotary embedding. Raises `UserError` if Megatron's GPT does not have the scaling."""
     flags = ["--position-embedding-type rope", f"--rotary-base {config['rope_theta']:.0f}"]
     scaling = dict(config.get(ROPE) or {"rope_type": "default"})
     factor = scaling.pop("factor", 1.0)
@@ -325,9 +325,10 @@ def _qwen3_moe(config: Mapping[str, Any]) -> Flags:
 
 
 def _experts(count: int, width: int, layers: int, config: Mapping[str, Any]) -> Flags:
-    """Routed experts, none dropped, of so many layers; the loss that balances them only where the config asks for it.
+    """Return the flags of dropless routed experts, with a balancing loss only if the config has one.
 
-    Megatron's loss is the sum over the layers, each divided by the experts of a token; that of transformers is of all.
+    Megatron's loss is the sum over the ``layers``, each divided by the experts of a token; that of transformers is
+    computed over all layers.
     """
     top_k, balancing = config["num_experts_per_tok"], ["--moe-router-load-balancing-type none"]
     if config[ROUTER_LOSS]:
@@ -365,14 +366,14 @@ _FAMILIES: Mapping[str, tuple[Known, Callable[[Mapping[str, Any]], Flags]]] = {
         _qwen3_moe,
     ),
 }
-"""By model type: entries carried in addition to the common ones, and the function that writes them."""
+"""Entries carried in addition to the common ones, and the function that writes them, by model type."""
 
 _RECOMPUTED: tuple[Module, ...] = ("layernorm", "moe_act", "mla_up_proj")
-"""Modules of selective remat: those that take little time. Attention's core saves nothing beside a flash kernel."""
+"""Modules of selective remat that take little time. Recomputing attention's core saves nothing with a flash kernel."""
 KERNELS = replace(FUSED, loss_bytes=(6, 4), of_each_expert=2, selective=_RECOMPUTED)
-"""The loss makes one fp32 copy of the logits, works in place
-and keeps the softmax (tensor_parallel/cross_entropy.py). Transformer Engine computes experts with a matmul of each on
-one of four streams (gemm.cpp, te_general_grouped_gemm)."""
+"""Megatron-Core's kernels. The loss makes one fp32 copy of the logits, works in place and keeps the softmax
+(tensor_parallel/cross_entropy.py). Transformer Engine computes every expert with a separate matmul on one of four
+streams (gemm.cpp, te_general_grouped_gemm)."""
 _ASSIGNED = re.compile(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s(]\S*)")
 _USED = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?|([a-z][\w.]*)=(.*)")
@@ -389,9 +390,9 @@ _NARROW = "gradients in fp16 (priced in fp32, as --accumulate-allreduce-grads-in
 
 
 def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
-    """The settings in arguments of Megatron-LM as a shell script has them, or of a recipe of Megatron-Bridge.
+    """Return the settings in Megatron-LM's arguments in a shell script, or in those of a Megatron-Bridge recipe.
 
-    A recipe's stand as ``--tensor_parallel_size 4`` or as ``model.tensor_model_parallel_size=4``.
+    A recipe's arguments have the form ``--tensor_parallel_size 4`` or ``model.tensor_model_parallel_size=4``.
     """
     values = _arguments(text)
     entries = Entries(values)
@@ -451,9 +452,9 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Options and their values by their names with underscores; True for an option without a value.
+    """Return the values of options by name with underscores; True for an option without a value.
 
-    Variables that the text sets are filled in.
+    Variables that the text sets are substituted.
     """
     set_to = {name: value.strip("\"'") for name, value in _ASSIGNED.findall(text)}
     filled = _USED.sub(lambda use: str(set_to.get(use[1] or use[3], use[2] or use[0])), text)
@@ -472,14 +473,14 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _parts_of_layout(layout_text: str) -> tuple[int, ...]:
-    """The blocks of each part in ``--pipeline-model-parallel-layout``; none where it is not given."""
+    """Return the number of blocks of each part in ``--pipeline-model-parallel-layout``; empty if it is not given."""
     spelt = re.sub(r"\(([^)]*)\)\*(\d{1,3})", lambda part: part[1] * int(part[2]), layout_text)
     spelt = re.sub(r"([Etm|L])\*(\d{1,3})", lambda part: part[1] * int(part[2]), spelt)
     return tuple(part.count("t") for part in spelt.split("|")) if spelt else ()
 
 
 def _read_remat(entries: Entries) -> tuple[Remat, int | None]:
-    """The remat of blocks, and of how many of each part."""
+    """Return the remat of blocks, and the number of recomputed blocks of each part; None for all."""
     granularity, method = entries.get("recompute_granularity"), entries.get("recompute_method", default="uniform")
     count = entries.number_or_none("recompute_num_layers")
     if granularity != "full":
@@ -494,7 +495,7 @@ MEGATRON = Engine(
         states=StateBytes(parameters=2, gradients=4, optimizer=12, zero=1),
         overlaps_transfers="with chunks",
         kernels=KERNELS,
-        accumulation_bytes=6,  # in the product that makes a gradient
+        accumulation_bytes=6,  # in the product that computes a gradient
         low_copies=2,  # Transformer Engine, module/base.py, get_weight_workspace
     ),
     precisions=tuple(_FLAGS),
@@ -515,8 +516,8 @@ MEGATRON = Engine(
         ),
     ),
 )
-"""Its distributed optimizer reduces gradients and gathers parameters beside compute (--use-distributed-optimizer,
---overlap-grad-reduce, --overlap-param-gather)."""
+"""Megatron-LM, whose distributed optimizer overlaps the reduction of gradients and the gathering of parameters with
+compute (--use-distributed-optimizer, --overlap-grad-reduce, --overlap-param-gather)."""
 MEGATRON_FSDP = replace(
     MEGATRON,
     name="megatron-fsdp",
@@ -532,4 +533,4 @@ MEGATRON_FSDP = replace(
         for target in MEGATRON.targets
     ),
 )
-"""Megatron-FSDP shards as FSDP2 does. How it scales a loss was not read."""
+"""Megatron-FSDP, which shards as FSDP2 does. Its loss scaling was not read."""

@@ -4,12 +4,12 @@ Names are those of the package megatron-bridge 0.3.1 and of NVIDIA-NeMo/Megatron
 ``training/config.py`` at 003e863, ``recipes/common.py`` at 0eca073, ``models/conversion/auto_bridge.py`` at 00b2fbf,
 ``training/mixed_precision.py`` at 0509780, ``training/flex_dispatcher_backend.py`` at 183c5c0).
 
-The bridge reads the entries of the config that `steelyard.engines.megatron` carries as flags, but not each version all
-of them: biases of every linear layer, windows, interpolated rotary embeddings, and how a router scores and balances.
-The recipe sets these afterwards, by the same flags, and refuses the models that Megatron-LM's script refuses.
+The bridge reads the config entries that `steelyard.engines.megatron` carries as flags, but not every version reads all
+of them: biases of every linear layer, windows, interpolated rotary embeddings, and the scoring and balancing of a
+router. The recipe sets these afterwards, by the same flags, and refuses the models that Megatron-LM's script refuses.
 
-Adapters are those of ``peft/canonical_lora.py``, one beside each of the matrices that Megatron-Core holds as one
-(``linear_qkv``, ``linear_fc1``), as peft has them; ``peft/lora.py`` has one for all of these, which is another model.
+Adapters are those of ``peft/canonical_lora.py``, one for each of the matrices that Megatron-Core fuses into one
+(``linear_qkv``, ``linear_fc1``), as in peft; ``peft/lora.py`` has one for all of these, which is another model.
 """
 
 import json
@@ -28,9 +28,9 @@ from steelyard.levers.train import ALL_LINEAR, Train
 from steelyard.model.chain import ModelChain
 
 _OF_GRADIENTS = frozenset({"use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce"})
-"""What `DistributedDataParallelConfig` has; all other parallel flags are of the model."""
+"""Flags of `DistributedDataParallelConfig`; all other parallel flags belong to the model."""
 _SET_AFTERWARDS = ("--moe-", "--window-size", "--rotary-seq-len-interpolation-factor")
-"""Flags of the model, by their beginning, that the recipe sets whatever the bridge has made of the config."""
+"""Prefixes of model flags that the recipe sets regardless of the bridge's reading of the config."""
 _RENAMED = {"rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor"}
 _PRECISIONS = {
     "bf16": "bf16_mixed()",
@@ -52,9 +52,9 @@ _MATRICES = {
     "up_proj": "linear_fc1_up",
     "down_proj": "linear_fc2",
 }
-"""What `CanonicalLoRA` calls the linear layers of a block."""
+"""Names of the linear layers of a block in `CanonicalLoRA`."""
 _TOGETHER = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
-"""Matrices that are held as one, all of which have adapters, or none (`LoRALinearSplitQKV.forward`)."""
+"""Fused matrices, of which all or none have adapters (`LoRALinearSplitQKV.forward`)."""
 
 
 def _names(train: Train) -> list[str]:
@@ -74,7 +74,7 @@ def _refuse_part(train: Train) -> str | None:
 
 
 def _adapters(train: Train) -> list[str]:
-    """Lines of the recipe that make adapters."""
+    """Return the lines of the recipe that make adapters."""
     if train.is_default:
         return []
     return [
@@ -213,10 +213,10 @@ _CONFIGS = (
     *("GPTDatasetConfig", "LoggerConfig", "RNGConfig", "TokenizerConfig", "TrainingConfig"),
 )
 TE_SPEEDUP = 1.25
-"""Rate of Transformer Engine's linear layers since Hopper over that of torch's in the same training loop. Found on
-dgxc_benchmarking, whose 85 runs without it are all predicted 12 to 36 % too slow; runs of megatron_bridge and
-mlperf_training, which nothing was fitted to, are so as well. On A100 Megatron-Core's are not. Experts' matmuls are not
-either: with it the 18 runs of Grok in dgxc_benchmarking are 19 % too fast, without it 10 %."""
+"""Rate of Transformer Engine's linear layers since Hopper over that of torch's in the same training loop. Fitted to
+dgxc_benchmarking, whose 85 runs are all predicted 12 to 36 % too slow without it; so are the runs of megatron_bridge
+and mlperf_training, to which nothing was fitted. Megatron-Core's runs on A100 are not. It does not apply to experts'
+matmuls: with it the 18 runs of Grok in dgxc_benchmarking are predicted 19 % too fast, without it 10 %."""
 MEGATRON_BRIDGE = replace(
     megatron.MEGATRON,
     name="megatron-bridge",
@@ -244,8 +244,8 @@ MEGATRON_BRIDGE = replace(
         ),
     ),
 )
-"""Recipes keep and reduce gradients in 16 bits (grad_sync_dtype, grad_reduce_in_fp32), compute by Transformer Engine,
-its user buffers hide half of what tensor parallelism sends (tp_comm_overlap; found on dgxc_benchmarking), and send
-tokens by DeepEP or HybridEP. Their experts weigh tokens in the kernel of the activation, so that nothing of a pair is
-kept for putting tokens back in order (megatron-core 0.16.1: `TEGroupedMLP`, `weighted_bias_swiglu_impl`,
-`_DeepepManager`)."""
+"""Recipes keep and reduce gradients in 16 bits (grad_sync_dtype, grad_reduce_in_fp32), compute with Transformer Engine,
+whose user buffers hide half of tensor-parallel communication (tp_comm_overlap; fitted to dgxc_benchmarking), and send
+tokens with DeepEP or HybridEP. Experts weigh tokens in the kernel of the activation, so that no tensor of a pair of a
+token and an expert is kept to restore the order of tokens (megatron-core 0.16.1: `TEGroupedMLP`,
+`weighted_bias_swiglu_impl`, `_DeepepManager`)."""

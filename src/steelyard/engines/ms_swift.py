@@ -3,8 +3,8 @@
 Names are those of the package ms-swift 4.6.0 (``swift/megatron/arguments/megatron_args.py``), which are Megatron-LM's
 with underscores; switches take true or false. ms-swift starts the processes itself, from NNODES,
 NPROC_PER_NODE, NODE_RANK and MASTER_ADDR, and builds the model from its Hugging Face config
-(modelscope/mcore-bridge, ``config/parser.py`` at 00e6df7), of which it does not read all: `_LOST`. It is a front end of
-`steelyard.engines.megatron`, which says what plans and models it can have and how they run.
+(modelscope/mcore-bridge, ``config/parser.py`` at 00e6df7), except the entries in `_LOST`. It is a front end of
+`steelyard.engines.megatron`, which defines its plans and models and their execution.
 """
 
 import shlex
@@ -16,9 +16,9 @@ from steelyard.engines.writing import Draft, Request, Target, UniformPlan
 from steelyard.errors import UserError
 
 _BALANCING = ("--moe-router-load-balancing-type", "--moe-aux-loss-coeff")
-"""Flags of the model that ms-swift does not take from its config."""
+"""Model flags that ms-swift does not read from the model's config."""
 _LOST = {"--window-size": "sliding_window", "--moe-layer-freq": "blocks without experts"}
-"""Flags of the model that ms-swift neither reads in its config nor has as arguments, and what they are there."""
+"""Model flags that ms-swift neither reads from the config nor has as arguments, with their names in messages."""
 
 
 def _write(request: Request) -> Draft:

@@ -1,17 +1,17 @@
-"""Levers of trainers that put peft's adapters into models of transformers: which they run, and in which words.
+"""Levers of trainers that put peft's adapters into models of transformers, and their names in these trainers.
 
-| lever               | there                                                                      |
+| lever               | in these trainers                                                          |
 |---------------------|----------------------------------------------------------------------------|
-| adapters            | `peft.LoraConfig`, whose layers our runtime has too                        |
+| adapters            | `peft.LoraConfig`, with the same layers as our runtime                     |
 | base in nf4         | `transformers.BitsAndBytesConfig` in 4 bits, with scales in 8              |
 | optimizer           | ``optim`` of `TrainingArguments`: torchao's for 8 and 4 bits               |
 
-Adapters are in fp32 (``autocast_adapter_dtype`` of peft), the base is in the precision that computes. Under autocast
-each adapter casts its input to fp32 (`_cast_input_dtype`) and then to 16 bits, and keeps that. FSDP2 of accelerate
-leaves weights in 4 bits whole on every rank (``utils/fsdp_utils.py``), as our runtime does.
+Adapters are in fp32 (``autocast_adapter_dtype`` of peft), the base is in compute precision. Under autocast each adapter
+casts its input to fp32 (`_cast_input_dtype`) and then to 16 bits, and keeps the latter. FSDP2 of accelerate leaves
+4-bit weights whole on every rank (``utils/fsdp_utils.py``), as our runtime does.
 
-Not the same, and refused: ``load_in_8bit``, which is LLM.int8() and multiplies in 8 bits; ``use_liger_kernel``, whose
-loss makes its gradients in the forward pass, for a loss in chunks that are computed again.
+Refused because they differ: ``load_in_8bit``, which is LLM.int8() and multiplies in 8 bits, and ``use_liger_kernel``,
+whose loss computes its gradients in the forward pass instead of recomputing chunks.
 
 Names are those of peft 0.21.2 (``tuners/lora/config.py``) and transformers 5.23.0 (``training_args.py``,
 ``trainer_optimizer.py``, ``utils/quantization_config.py``).
@@ -35,9 +35,9 @@ OPTIM: Mapping[str, str] = {
     "adafactor": "adafactor",
     "sgd": "sgd",
 }
-"""``optim`` by the optimizer."""
+"""Values of ``optim`` by optimizer."""
 DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""The type of a base that is not trained, by the precision that computes."""
+"""Type of a frozen base by compute precision."""
 WITHOUT_TP = dimensions_of("dp", "fsdp", "dp+fsdp")
 _OTHERWISE = {
     "adafactor": "Adafactor's rule: that of transformers keeps as much, and bounds steps by the size of the update, "
@@ -47,12 +47,12 @@ _OTHERWISE = {
 
 
 def refuse_kind(train: Train) -> str | None:
-    """Why adapters are not the same there."""
+    """Return why adapters are not supported, or None if they are plain LoRA."""
     return None if train.is_plain else "whose files are written for plain LoRA alone"
 
 
 def one_of(names: Collection[str], words: str) -> Taken:
-    """Return a lever of which these values are taken; ``words`` say why others are not."""
+    """Return a lever that accepts these values; ``words`` are the reason why others are refused."""
     return Taken(refuse=lambda lever: None if str(lever) in names else words)
 
 
@@ -73,7 +73,7 @@ LEVERS: Mapping[str, Taken] = {
 
 
 def lora_config(train: Train) -> dict[str, Any]:
-    """Return the arguments of `peft.LoraConfig` that say the same."""
+    """Return the equivalent arguments of `peft.LoraConfig`."""
     return {
         "r": train.r,
         "lora_alpha": whole_if_so(train.alpha),
@@ -94,14 +94,13 @@ def quantization_config(precision: Precision) -> dict[str, Any]:
 
 
 def training_arguments(levers: Levers) -> dict[str, Any]:
-    """Return the arguments of `transformers.TrainingArguments` for an optimizer that is not the usual one."""
+    """Return the arguments of `transformers.TrainingArguments` for an optimizer other than the default."""
     word = str(levers.value(Optimizer))
     return {"optim": OPTIM[word]} if word in OPTIM else {}
 
 
 def model_lines(levers: Levers, precision: Precision) -> tuple[list[str], list[str]]:
-    """Return lines of Python that import and that make ``lora_config`` and ``quantization_config``, if there are
-    any."""
+    """Return lines of Python for imports and for ``lora_config`` and ``quantization_config``, if there are any."""
     imports, lines = [], []
     train, base = levers.value(Train), levers.value(QuantizedBase)
     if not train.is_default:
@@ -120,7 +119,7 @@ def model_files(levers: Levers, precision: Precision) -> tuple[tuple[str, str], 
 
 
 def model_usage(levers: Levers, precision: Precision) -> tuple[str, ...]:
-    """Return what a training script does to have the model of these levers."""
+    """Return the instructions for a training script to build the model of these levers."""
     if levers.value(Train).is_default:
         return ()
     quantized = "" if levers.value(QuantizedBase).is_default else ", quantization_config=quantization_config"
@@ -131,13 +130,13 @@ def model_usage(levers: Levers, precision: Precision) -> tuple[str, ...]:
 
 
 def left_out(levers: Levers) -> tuple[str, ...]:
-    """Return what is not the same there."""
+    """Return the differences of the optimizer in these trainers."""
     word = str(levers.value(Optimizer))
     return (_OTHERWISE[word],) if word in _OTHERWISE else ()
 
 
 def whole_if_so(value: float) -> int | float:
-    """Return a number as a whole one where it is."""
+    """Return a number as an int if it is whole."""
     return int(value) if value == int(value) else value
 
 

@@ -1,9 +1,9 @@
 """A plan as a script of stock PyTorch calls: DeviceMesh, parallelize_module, fully_shard, checkpoint, pipelining.
 
-The script is `scripts/train_plan.py`, one file for every plan, copied as it is: no text of a plan or of a config ever
-becomes code. Beside it lies what it reads, in JSON: the plan with the model's config, and what its split says of the
-model's parts. It trains models for text and images of any type whose split is simple enough (`_why_not`) with the stock
-modules that tensor parallelism has, on the same samples and from the same first weights as `steelyard train`.
+The script is `scripts/train_plan.py`, one unchanged file for every plan: no text of a plan or of a config ever becomes
+code. A JSON file in the same folder holds its input: the plan with the model's config, and the model's parts from its
+split. The script trains text and image models of any type whose split is simple enough (`_why_not`), with the stock
+modules of tensor parallelism, on the same samples and from the same initial weights as `steelyard train`.
 """
 
 import json
@@ -22,9 +22,9 @@ from steelyard.precision import SCALES_LOSS
 from steelyard.units import format_plural
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_plan.py"
-"""What the export copies."""
+"""Script that the export copies."""
 DIMENSIONS = frozenset({"dp", "fsdp", "tp"})
-"""Parallelism dimensions that the script carries out."""
+"""Parallelism dimensions that the script supports."""
 STYLES: Mapping[str, str] = {
     "columns": "colwise",
     "rows": "rowwise",
@@ -36,16 +36,16 @@ STYLES: Mapping[str, str] = {
     "vocabulary": "vocabulary",
     "logits": "logits",
 }
-"""What the script calls the styles of modules that it has stock calls for, by the first word of their name."""
+"""Names in the script of the module styles that it has stock calls for, by the first word of the style."""
 _BUFFERS = "memory as predicted: every stage has buffers for what it exchanges of all {} microbatches of a step"
 _HEAD_NORMS = (".q_norm", ".k_norm", ".query_layernorm", ".key_layernorm")
-"""Norms of the heads of a rank, where ranks divide heads."""
+"""Norms of a rank's heads if ranks divide heads."""
 _FUSED = "split_size"
-"""A number by which modules split the result of one matrix, which no stock style divides in parts."""
+"""Number by which modules split the result of one matrix, which no stock style divides in parts."""
 _TABLE = ".relative_attention_bias.weight"
-"""What the first block has for all of them."""
+"""Table of relative positions that the first block holds for all blocks."""
 _TASKS = frozenset({Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM, Task.IMAGE_CLASSIFICATION})
-"""What the script has samples for."""
+"""Tasks for which the script has samples."""
 
 
 def _write(request: Request) -> Draft:
@@ -82,7 +82,7 @@ def _write(request: Request) -> Draft:
 
 
 def _refusals(plan: Plan, chain: ModelChain) -> Iterator[tuple[str, str, str]]:
-    """Parts of a plan or its model that the script has no stock calls for, what it has, and what to do instead."""
+    """Yield the parts of a plan or its model without stock calls, each with the supported form and an alternative."""
     train = "run the plan with `steelyard train`"
     if plan.levers:
         own = "a target that starts steelyard's own runtime, which has it"
@@ -117,16 +117,16 @@ def _refusals(plan: Plan, chain: ModelChain) -> Iterator[tuple[str, str, str]]:
 
 
 def other_export(chain: ModelChain) -> str:
-    """Return the hint of a refusal by a framework that builds the model itself: what writes the plan as it is."""
+    """Return the hint of a refusal by a framework that builds the model itself: an export of the unchanged plan."""
     if _why_not(chain):
         return "run the plan with `steelyard train`, or export --to torchrun for a script that starts it"
     return "export --to pytorch, which builds the model with transformers"
 
 
 def _why_not(chain: ModelChain) -> str:
-    """What the script has no calls for in a model; empty where it runs all layers as the model does.
+    """Return the part of a model that the script has no calls for; empty if it runs all layers as the model does.
 
-    What is done around blocks, and what they read beside the hidden state, is the model's own forward pass there, too.
+    The script, too, uses the model's own forward pass for operations around blocks and for their cross-layer inputs.
     """
     split, task = chain.split, chain.family.task
     if not isinstance(split, ModelSplit):
@@ -156,7 +156,7 @@ def _why_not(chain: ModelChain) -> str:
 
 
 def _why_no_tp(styles: Mapping[str, str]) -> str:
-    """What the script has no stock calls for in the styles of a layer type; empty where it divides all modules."""
+    """Return the style of a layer type that the script has no stock calls for; empty if it divides all modules."""
     for path, style in styles.items():
         word, *given = style.split(":")
         numbers = given[1].split(",") if word == "enter" and given[1:] else []
@@ -169,13 +169,13 @@ def _why_no_tp(styles: Mapping[str, str]) -> str:
 
 
 def _is_gathered(path: str, styles: Mapping[str, str]) -> bool:
-    """Whether ranks gather what matrices beside this module give, so that it computes the whole on every rank."""
+    """Return whether ranks gather the outputs of sibling matrices, so that every rank computes this module whole."""
     beside = path.rpartition(".")[0] + "."
     return any(each.startswith(beside) and style.startswith("columns_gathered") for each, style in styles.items())
 
 
 def _styles(chain: ModelChain, layer_type: LayerType) -> dict[str, str]:
-    """The styles of the modules of a layer type, those alone that the script has."""
+    """Return the styles of the modules of a layer type that the script supports."""
     found: dict[str, str] = {}
     styles = _split_styles(chain, layer_type)
     for path, style in styles.items():
@@ -190,7 +190,8 @@ def _split_styles(chain: ModelChain, layer_type: LayerType) -> Mapping[str, str]
 
 
 def _chain(chain: ModelChain, seq_len: int) -> dict[str, Any]:
-    """What the script must know of the model beside its config; paths are those of modules and parameters."""
+    """Return the information on the model that the script needs besides its config, by paths of modules and
+    parameters."""
     split = chain.split
     assert isinstance(split, ModelSplit), "it was checked"
     layers = range(chain.num_layers)

@@ -1,9 +1,9 @@
 """A plan as ms-swift's arguments for transformers' trainer (``swift pt`` and ``swift sft``), in a YAML file.
 
 Names are those of the package ms-swift 4.6.0 (``swift/arguments/sft_args.py``, ``tuner_args.py``, ``base_args``), which
-are `transformers.TrainingArguments`' where it has them; a file as the first argument is read as options
+are those of `transformers.TrainingArguments` if it has them; a file as the first argument is read as options
 (``swift/cli/main.py``). Adapters are peft's. ``fsdp`` holds its own file of FSDP2 (``swift/config/fsdp2.json``), which
-has no replicas. It is a front end of `steelyard.engines.transformers`, which says how plans run.
+has no replicas. It is a front end of `steelyard.engines.transformers`, which defines the execution of plans.
 """
 
 from dataclasses import replace
@@ -93,7 +93,7 @@ ENGINE = replace(
     capabilities=replace(TRANSFORMERS.capabilities, dimensions=dimensions_of("dp", "fsdp")),
     levers={**peft.LEVERS, "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp"))},
 )
-"""transformers with the plans and the levers that the file can say."""
+"""transformers with the plans and the levers that the file supports."""
 TARGET = Target(
     name="swift-sft",
     software="ms-swift 4.6.0",

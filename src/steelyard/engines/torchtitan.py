@@ -1,12 +1,12 @@
-"""A plan for torchtitan: configuration functions for 0.3 and for main, and the TOML of 0.2 for those who stay with it.
+"""A plan for torchtitan: configuration functions for 0.3 and for main, and a TOML file for 0.2.
 
 Names are those of ``torchtitan/config/configs.py``, ``distributed/activation_checkpoint.py`` and ``trainer.py`` of
 0.3.0, the newest release; of ``config/parallelism.py`` (commit 15e2431) and ``config/training.py`` (f204eb6) on main;
-and of ``config/job_config.py`` of 0.2.2. From 0.2 to 0.3 the TOML files gave way to Python functions
-(pytorch/torchtitan pull request 2386), and the output projection ``output`` became ``lm_head``. Main counts tokens
-where 0.3 counts samples, gives a pipeline the number of its microbatches instead of their size, and has another name
-for the cuts. All of them shard states over the ranks of cp as well, together with those of fsdp, and divide experts
-over these ranks and those of tp, never over replicas (``distributed/parallel_dims.py``).
+and of ``config/job_config.py`` of 0.2.2. Version 0.3 replaced the TOML files of 0.2 by Python functions
+(pytorch/torchtitan pull request 2386) and renamed the output projection ``output`` to ``lm_head``. Main counts tokens
+instead of samples, configures a pipeline by the number of its microbatches instead of their size, and has another name
+for the cuts. All versions shard states over the ranks of fsdp and cp together, and divide experts over these ranks and
+those of tp, never over replicas (``distributed/parallel_dims.py``).
 """
 
 import ast
@@ -48,7 +48,7 @@ CAPABILITIES = Capabilities(
 )
 
 WHOLE_LOSS = "whole-loss"
-"""The option of a loss over the whole sequence at once, as before May 2026 and where `CrossEntropyLoss` is set."""
+"""Option of a loss over the whole sequence at once, as before May 2026 and with `CrossEntropyLoss`."""
 _LLAMA3 = {
     **{"num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000, "rms_norm_eps": 1e-5},
     **{"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
@@ -78,7 +78,7 @@ _DEEPSEEK_ROPE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Flavor:
-    """A model that torchtitan defines: its folder, its name there, and its config as transformers would write it."""
+    """A model that torchtitan defines: its folder, its name there, and its config in the form of transformers."""
 
     model_type: str
     folder: str
@@ -87,7 +87,7 @@ class _Flavor:
     rope: tuple[Mapping[str, Any] | None, ...] = (None,)
     """Supported scalings of the rotary embedding, the flavor's own first."""
     changes: tuple[str, ...] = ()
-    """Lines of Python for what of ``entries`` the flavor has otherwise."""
+    """Lines of Python that set the values of ``entries`` in which the flavor differs."""
 
 
 def _sizes(width: int, blocks: int, heads: int, ffn: int, **others: Any) -> dict[str, Any]:
@@ -149,10 +149,10 @@ _FLAVORS = (
         ),
     ),
 )
-"""Those for which 0.3 has a configuration (Qwen3's 235B-A22B is a flavor without one)."""
+"""Flavors for which 0.3 has a configuration (Qwen3's 235B-A22B is a flavor without one)."""
 _SAME: Known = {
     **{"hidden_act": ("silu", "swish"), "attention_dropout": (0,), ROUTER_LOSS: ANY, "router_aux_loss_coef": ANY},
-    "num_nextn_predict_layers": ANY,  # transformers does not train what predicts the token after the next either
+    "num_nextn_predict_layers": ANY,  # transformers does not train the multi-token prediction layers either
 }
 
 
@@ -208,7 +208,7 @@ def _write(request: Request) -> Draft:
 
 
 def flavor_of(chain: ModelChain, seq_len: int) -> tuple[_Flavor, dict[str, Any]]:
-    """Return the flavor that is identical to the model, and the config's entries; raise `UserError` if none is."""
+    """Return the flavor that is identical to the model, and the config's entries. Raises `UserError` if none is."""
     config = completed(chain, seq_len)
     key = (chain.family.model_type, chain.hidden_size, chain.num_layers - 2)
     for flavor in _FLAVORS:
@@ -228,7 +228,7 @@ def flavor_of(chain: ModelChain, seq_len: int) -> tuple[_Flavor, dict[str, Any]]
 
 
 def changes_of(flavor: _Flavor, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return lines of Python by which a configuration function turns the flavor into the model; empty if identical."""
+    """Return lines of Python that turn the flavor into the model in a configuration function; empty if identical."""
     if config.get(ROPE) != flavor.rope[0]:
         return ("for block in config.model_spec.model.layers:", '    block.attention.rope.scaling = "none"')
     return flavor.changes
@@ -242,14 +242,14 @@ def _fqns(part: PipelinePart, output: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Version:
-    """A version that is configured by a function: where its classes are, and what it calls the sizes of a batch."""
+    """A version that is configured by a function: the place of its classes, and its names of batch sizes."""
 
     parallelism: str
-    """The module of ``ParallelismConfig``."""
+    """Module of ``ParallelismConfig``."""
     cuts: str
-    """The key of the modules of each part of a pipeline."""
+    """Key of the modules of each part of a pipeline."""
     counts_tokens: bool
-    """Whether sizes of batches are tokens, and a pipeline has a number of microbatches."""
+    """Whether batch sizes are numbers of tokens, and a pipeline is configured by its number of microbatches."""
 
 
 RELEASE = _Version(parallelism="torchtitan.config", cuts="module_fqns_per_model_part", counts_tokens=False)
@@ -262,7 +262,7 @@ MAIN = _Version(
 
 def _training(view: UniformPlan, version: _Version) -> dict[str, Any]:
     has_stages = view.pipeline.num_stages > 1
-    # samples that one data rank takes in one forward: all microbatches of a pipeline, one of them without
+    # samples of one data rank in one forward pass: all microbatches of a pipeline, or one without a pipeline
     sizes: dict[str, Any] = {
         "local_batch_size": view.microbatch_per_rank * (view.pipeline.num_microbatches if has_stages else 1),
         "global_batch_size": view.global_batch,
@@ -308,7 +308,7 @@ _CONVERTERS = {
     "rowwise": "Float8LinearConverter.Config(recipe_name='rowwise', filter_fqns=['lm_head', 'router.gate'], ",
     "mxfp8": "MXFP8LinearConverter.Config(fqns=['attention', 'feed_forward'], ",
 }
-"""What converts linear layers of blocks, as the configuration of a model is told."""
+"""Converters of linear layers of blocks in the configuration of a model, by float8 recipe."""
 
 
 def _configuration(
@@ -364,7 +364,7 @@ def _toml(view: UniformPlan, flavor: _Flavor, float8: Float8) -> str:
         sections["model"]["converters"] = [f"quantize.linear.{name}"]
         filtered = {"filter_fqns": ["output", "router.gate"]}
         sections |= {"compile": {"enable": True}, f"quantize.linear.{name}": {"recipe_name": recipe} | filtered}
-    # numbers, texts and lists of texts are written alike in JSON and TOML
+    # numbers, strings and lists of strings have the same form in JSON and TOML
     written = [
         "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in entries.items())])
         for name, entries in sections.items()
@@ -373,7 +373,7 @@ def _toml(view: UniformPlan, flavor: _Flavor, float8: Float8) -> str:
 
 
 def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
-    """The settings in a TOML file of 0.2, or in a configuration function of 0.3 or main as it is written here."""
+    """Return the settings in a TOML file of 0.2, or in a configuration function of 0.3 or main as written here."""
     values = _toml_values(text) if re.search(r"^\s*\[\w+\]\s*$", text, re.MULTILINE) else _function_values(text)
     entries = Entries(values)
     entries.get("model.name", "model.flavor", "model_spec", "compile", "parallelism.num_pp_microbatches")
@@ -446,7 +446,7 @@ def _toml_values(text: str) -> dict[str, Any]:
 
 
 def _function_values(text: str) -> dict[str, Any]:
-    """Values by their path below ``config`` that a configuration function assigns; what is computed stands as code."""
+    """Return the values that a configuration function assigns, by path below ``config``; expressions stay code."""
     found: dict[str, Any] = {}
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Assign) or not ast.unparse(node.targets[0]).startswith("config."):
@@ -473,7 +473,7 @@ _KERNELS = replace(EAGER, selective="half of the matmuls", keeps_gathered=True, 
 
 
 def _compiled(execution: Execution) -> Execution:
-    """The execution with blocks compiled, without which casts cost more than products in 8 bits gain."""
+    """Return the execution with compiled blocks; without them casts cost more than 8-bit products gain."""
     assert execution.kernels is not None, "of torchtitan"
     return replace(execution, kernels=replace(execution.kernels, norm=True, rotary=True, activation=True, loss=True))
 
@@ -502,7 +502,7 @@ TORCHTITAN = Engine(
         ),
     ),
 )
-"""FSDP2 as here, torch's stages as they come; its checkpoints do not stop early
-(distributed/activation_checkpoint.py). Float8 comes with its blocks compiled, as in its own configurations. Every
-configuration of 0.3.0 has its loss in 8 pieces of the sequence, each with its part of the head and its backward pass
-(`ChunkedLossWrapper`, pull request 2937 of April 2026)."""
+"""FSDP2 as in our runtime and torch's unchanged stages; checkpoints do not stop early
+(distributed/activation_checkpoint.py). Float8 runs with compiled blocks, as in torchtitan's own configurations. Every
+configuration of 0.3.0 computes the loss in 8 pieces of the sequence, each with its part of the head and its backward
+pass (`ChunkedLossWrapper`, pull request 2937 of April 2026)."""

@@ -1,8 +1,8 @@
-"""A plan for transformers' own trainer: its arguments, and a `DistributedConfig` where there is tp or ep.
+"""A plan for transformers' own trainer: its arguments, and a `DistributedConfig` if there is tp or ep.
 
 Names are those of transformers 5.23.0 (``training_args.py``, ``distributed/configuration_utils.py``). It has no
-pipelines for a trainer, no sequence parallelism beside tp and no selective remat, and refuses plain replication beside
-tp. Hybrid sharding without tp or ep is accelerate's (its `ParallelismConfig`, which `TrainingArguments` takes).
+pipelines for a trainer, no sequence parallelism with tp and no selective remat, and refuses plain replication with tp.
+Hybrid sharding without tp or ep is accelerate's (its `ParallelismConfig`, which `TrainingArguments` takes).
 """
 
 from typing import Any
@@ -31,8 +31,9 @@ CAPABILITIES = Capabilities(
     experts_of=frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"}),
     remats=frozenset({Remat.NONE, Remat.FULL}),
 )
-"""With tp or ep the model shards itself (`DistributedConfig`), which frees the parameters of every block after forward.
-Experts are divided in models whose config has a ``base_model_ep_plan``; a model without one would train undivided."""
+"""Plans of one strategy. A model with tp or ep shards itself (`DistributedConfig`), which frees the parameters of every
+block after forward. Experts are divided in models whose config has a ``base_model_ep_plan``; a model without one would
+train undivided."""
 
 
 def _write(request: Request) -> Draft:
@@ -146,5 +147,5 @@ TRANSFORMERS = Engine(
         ),
     ),
 )
-"""It trains through accelerate but where its DistributedConfig shards the model, which reduces in fp32
+"""Transformers trains through accelerate, except if its DistributedConfig shards the model; it then reduces in fp32
 (distributed/fsdp.py) and in every backward pass."""

@@ -1,6 +1,6 @@
-"""What an export is: a target with its means, what it is given, and the files that come out, statement first.
+"""Exports of plans: targets, the requests that they write, and the resulting files, which open with a statement.
 
-Frameworks of one strategy share words for a plan: degrees, remat, batch sizes, layers of each stage (`UniformPlan`).
+Frameworks of one strategy describe a plan by degrees, remat, batch sizes and the layers of each stage (`UniformPlan`).
 """
 
 import json
@@ -23,7 +23,7 @@ from steelyard.units import format_plural
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePart:
-    """The layers of one stage, or of one of its chunks. Blocks are counted from 0, the first and one past the last."""
+    """The layers of one stage, or of one of its chunks; ``blocks`` are numbers of blocks, from 0."""
 
     has_embedding: bool
     blocks: range
@@ -37,21 +37,21 @@ class UniformPlan:
     dp: int
     fsdp: int
     shards: int
-    """Ranks over which states are sharded: those of fsdp, and with them those of cp."""
+    """Ranks over which states are sharded: those of fsdp together with those of cp."""
     cp: int
     cp_method: str
-    """How attention sees the whole sequence under cp: gather or ulysses."""
+    """Method by which attention sees the whole sequence under cp: gather or ulysses."""
     tp: int
     ep: int
-    """Over how many data ranks experts are divided, beside those of tp."""
+    """Number of data ranks over which experts are divided, in addition to the ranks of tp."""
     has_experts: bool
     sp: bool
     zero: int
     """ZeRO stage of an fsdp level: 2 or 3."""
     remat: Remat
-    """Of all blocks, or of the first ``remat_blocks`` of every stage."""
+    """Remat of all blocks, or of the first ``remat_blocks`` of every stage."""
     remat_blocks: int | None
-    """Blocks at the start of every stage that are recomputed; None where all have the same choice."""
+    """Number of blocks recomputed at the start of every stage; None if all have the same choice."""
     pipeline: PipelineConfig
     parts: tuple[PipelinePart, ...]
     microbatch_per_rank: int
@@ -64,7 +64,7 @@ class UniformPlan:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """The plan in these words; it must be within the means of a framework of one strategy."""
+        """Return the uniform form of a plan, which a framework of one strategy must be able to express."""
         strategy = plan.strategies[0]
         chain = plan.chain()
         blocks = block_layers(chain)
@@ -94,17 +94,17 @@ class UniformPlan:
 
     @property
     def data_degree(self) -> int:
-        """Ways in which samples are divided."""
+        """Number of data ranks over which samples are divided."""
         return self.dp * self.fsdp
 
     @property
     def ranks_of_experts(self) -> int:
-        """Ranks over which experts are divided whole: tp divides them too, and no expert itself; 1 without experts."""
+        """Ranks over which whole experts are divided, including those of tp; 1 without experts."""
         return self.ep * self.tp if self.has_experts else 1
 
     @property
     def carried(self) -> tuple[str, ...]:
-        """Lines that say what every framework carries over alike."""
+        """Lines on the parts of a plan that every framework carries over."""
         words = [f"dp {self.dp}"] if self.dp > 1 else []
         words += [f"fsdp {self.fsdp} (ZeRO-{self.zero})"] if self.shards > 1 else []
         words += [f"cp {self.cp} ({self.cp_method})"] if self.cp > 1 else []
@@ -135,7 +135,7 @@ class UniformPlan:
 
 
 def describe_uniform(plan: Plan) -> str:
-    """The strategy of a plan in a word or two, as in ``uniform fsdp8 ep4`` or ``uniform fsdp4-tp2+sp, 2 stages``."""
+    """Return a short form of a plan's strategy, as in ``uniform fsdp8 ep4`` or ``uniform fsdp4-tp2+sp, 2 stages``."""
     strategy = max(plan.strategies, key=lambda each: each.expert_degree)
     view = UniformPlan.of(plan)
     text = str(strategy.without_remat())
@@ -159,45 +159,45 @@ def _parts(plan: Plan, first_block: int, last_block: int) -> tuple[PipelinePart,
 
 
 ROUTERS_BY_RANK = "the auxiliary loss of routers over all data ranks: the model takes the samples of each by themselves"
-"""What trainers of Hugging Face's models do not carry over of a router that is trained."""
+"""Line on the part of router training that trainers of Hugging Face's models do not carry over."""
 RENDEZVOUS_PORT = 29500
-"""Where the processes of several hosts meet, on the first of them."""
+"""Port on the first host where the processes of several hosts meet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a target writes: a plan within its means, and what is known beside it."""
+    """A plan that a target can express, with further information for its files."""
 
     plan: Plan
     headline: str
-    """The plan in a line, with what the restriction costs."""
+    """The plan in one line, with the cost of the restriction."""
     unsupported: tuple[str, ...]
-    """What of the plan that was wanted the target cannot express."""
+    """Parts of the originally requested plan that the target cannot express."""
     kept: tuple[str, ...] = ()
-    """What the user asked for before the search and gets."""
+    """Decisions of the user before the search that are kept."""
     given_up: tuple[str, ...] = ()
-    """What the user asked for and does not get, each with the reason."""
+    """Decisions of the user that are given up, each with the reason."""
     cluster: Cluster | None = None
-    """Absent where the name in the plan is not known here."""
+    """Cluster of the plan; None if its name is not known here."""
     image: str | None = None
     """Container image for targets that start containers."""
 
     @property
     def hosts(self) -> str:
-        """On which hosts the launch line is given, in words."""
+        """Hosts on which the launch line is run, in words."""
         if self.cluster is None:
             return "on every host"
         return "on the host" if self.cluster.num_nodes == 1 else f"on each of the {self.cluster.num_nodes} hosts"
 
     @property
     def variables(self) -> str:
-        """Variables that a script is given to start processes, where it does not know them; empty on one host."""
+        """Assignments of the variables that a script needs to start its processes; empty on one host."""
         where = "" if self.cluster and self.cluster.num_nodes == 1 else "NODE_RANK=RANK MASTER_ADDR=FIRST_HOST "
         return where if self.cluster else f"NNODES=HOSTS NPROC_PER_NODE=DEVICES {where}"
 
     @property
     def torchrun(self) -> str:
-        """How the processes of each host are started, in words of a shell; names in capitals are to be filled in."""
+        """Shell command that starts the processes of each host; names in capitals are to be filled in."""
         if self.cluster is not None and self.cluster.num_nodes == 1:
             return f"torchrun --standalone --nproc-per-node {self.cluster.devices_per_node}"
         nodes, devices = (
@@ -209,20 +209,20 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """Files without their opening statement, and what the statement says; `export_plan` puts both together."""
+    """Files without their opening statement, and the content of the statement; `export_plan` combines both."""
 
     files: tuple[tuple[str, str], ...]
     """Name and content, the main file first."""
     launch: str
-    """The line that starts it on each host; names in capitals are to be filled in."""
+    """Command that starts the run on each host; names in capitals are to be filled in."""
     script: tuple[str, str] | None = None
-    """A main file that is the same for every plan, and so has no statement; it reads the others, from beside itself
-    and under its own name."""
+    """Main file that is the same for every plan and therefore has no statement; it reads the other files, which have
+    its name, from its own folder."""
     carried: tuple[str, ...] = ()
-    """Empty where that is what every framework of one strategy carries over."""
+    """Parts of the plan that are carried over; empty for those of every framework of one strategy."""
     left_out: tuple[str, ...] = ()
     usage: tuple[str, ...] = ()
-    """What else to do, beside the launch."""
+    """Further steps in addition to the launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,25 +231,25 @@ class Target:
 
     name: str
     software: str
-    """What reads the files, with the version whose names were used."""
+    """Software that reads the files, with the version whose names were used."""
     summary: str
     write: Callable[[Request], Draft]
     weights: str
-    """How checkpoints come from and go to the format of Hugging Face."""
+    """Instructions to convert checkpoints from and to the format of Hugging Face."""
     vocabulary_unit: int | None = None
-    """The vocabulary is padded to a multiple of this times tp; None: it is not padded."""
+    """Factor such that the vocabulary is padded to a multiple of it times tp; None: it is not padded."""
     starts_all_hosts: bool = False
     """Whether the launch line is given once instead of on each host."""
     starts_steelyard: bool = False
-    """Whether what it starts is steelyard's own runtime, which sets PyTorch's allocator by itself."""
+    """Whether it starts steelyard's own runtime, which sets PyTorch's allocator by itself."""
     routers: str = "the auxiliary loss of routers"
-    """What is not carried over where that is trained."""
+    """Line on the part of router training that is not carried over."""
 
 
 def export_plan(target: Target, request: Request) -> Draft:
-    """The files of a target, a script first and the others behind their statement, for a plan that its engine can run.
+    """Write the files of a target for a plan that its engine can run: a script, then the others with their statement.
 
-    Raises `UserError` where they cannot be written.
+    Raises `UserError` if they cannot be written.
     """
     draft, plan = target.write(request), request.plan
     levers = (f"levers: {plan.chosen_levers}",) if plan.levers else ()
@@ -281,7 +281,7 @@ def export_plan(target: Target, request: Request) -> Draft:
         "How to use it:",
         *(f"  {line}" for line in usage),
     )
-    # lines of a comment stay lines of a comment, whatever the names in a plan hold
+    # unprintable characters in names of a plan must not break out of the comment
     lines = tuple("".join(letter if letter.isprintable() else " " for letter in line) for line in lines)
     files = [(name, _opened(name, content, lines)) for name, content in draft.files]
     script = (draft.script,) if draft.script else ()
@@ -289,7 +289,7 @@ def export_plan(target: Target, request: Request) -> Draft:
 
 
 def refuse_own_module(name: str, chain: ModelChain) -> None:
-    """Raise `UserError` for a module of the user's own, which no file can describe."""
+    """Raise `UserError` for the user's own module, which no file can describe."""
     if chain.split.module:
         raise UserError(
             field="--to",
@@ -300,7 +300,7 @@ def refuse_own_module(name: str, chain: ModelChain) -> None:
 
 
 def refuse_untold(name: str, chain: ModelChain) -> None:
-    """Raise `UserError` for a module of the user's own, and for what is frozen beside what stays under adapters."""
+    """Raise `UserError` for the user's own module, and for frozen parameters other than those under adapters."""
     refuse_own_module(name, chain)
     if chain.freeze is not None and not (chain.has_adapters and len(chain.freeze.patterns) == 1):
         raise UserError(
@@ -312,7 +312,7 @@ def refuse_untold(name: str, chain: ModelChain) -> None:
 
 
 def _vocabulary(target: Target, plan: Plan) -> tuple[str, ...]:
-    """The number of tokens that embedding and head have there, for a model that has a vocabulary."""
+    """Return a line on the padded size of the vocabulary, for a model that has one."""
     chain = plan.chain()
     if not chain.family.task.reads_text:
         return ()
@@ -327,13 +327,13 @@ _ENCODING = "# -*- coding: utf-8 -*-\n"
 
 
 def _opened(name: str, content: str, lines: Sequence[str]) -> str:
-    """The content behind the statement as a comment: behind a first line that starts a script, as a key in JSON."""
+    """Return the content with the statement as a comment before it, after a ``#!`` line, or as a key in JSON."""
     if name.endswith(".json"):
         opened: dict[str, Any] = {"_comment": list(lines), **json.loads(content)}
         return json.dumps(opened, indent=2, ensure_ascii=False) + "\n"
     comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
     if name.endswith(".py"):
-        comment = _ENCODING + comment  # or a name in the first two lines could choose another one
+        comment = _ENCODING + comment  # else a name in the first two lines could set another encoding
     if content.startswith("#!"):
         first, rest = content.split("\n", 1)
         return f"{first}\n{comment}\n{rest}"

@@ -1,20 +1,20 @@
-"""Finds plans: strategy space (decision tree), frontiers, per-layer dynamic program, partition.
+"""Search for plans: strategy space (decision tree), frontiers, per-layer dynamic program, partition.
 
 | module               | idea                                                                                |
 |----------------------|-------------------------------------------------------------------------------------|
-| `space`              | which strategies a layer may take: the decision tree                                |
+| `space`              | strategies that a layer may take: the decision tree                                 |
 | `layers`             | one strategy per layer of a run: the dynamic program on frontiers                   |
-| `bounds`             | what runs of layers take at least, in seconds and in bytes; the nearest miss        |
-| `step_bounds`        | what no pipeline is faster than, by times and bytes of layers alone                 |
-| `runs`               | which runs of layers a stage may hold, and their exact least times                  |
-| `pipeline_dp`        | joining runs, stage after stage, into the fastest pipeline                          |
+| `bounds`             | lower bounds of seconds and bytes of runs of layers; the nearest miss               |
+| `step_bounds`        | lower bounds of the step time from times and bytes of layers alone                  |
+| `runs`               | runs of layers that a stage may hold, and their exact minimum times                 |
+| `pipeline_dp`        | join of runs, stage after stage, into the fastest pipeline                          |
 | `partition`          | cuts and strategies together, provably fastest for one pipeline configuration       |
 | `cross_layer_inputs` | values that layers read besides the output before them: conditions on their sources |
 | `balance`            | other ways to cut: even, memory-balanced, Galvatron-BMW                             |
-| `evaluate`           | time and bytes of a given choice, from the definition; equal strategies grouped     |
+| `evaluate`           | time and bytes of a given choice, by definition; equal strategies grouped           |
 | `solve`              | the search over all pipeline configurations, with reasons and proof                 |
-| `reasons`            | which strategies are illegal or dominated, and by which                             |
-| `tradeoff`           | time against memory, in as many steps as are asked for                              |
+| `reasons`            | illegal and dominated strategies, and the ones that dominate them                   |
+| `tradeoff`           | time against memory, in the requested number of steps                               |
 | `problem`            | cost tables as versioned files                                                      |
 """
 

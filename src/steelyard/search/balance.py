@@ -1,18 +1,18 @@
 r"""Other ways to cut a model into stages, for comparison: even, balanced in memory, and Galvatron-BMW's adjustment.
 
-For given cuts the strategies are still chosen exactly; only the cuts are not searched. Galvatron-BMW starts from the
+Strategies are still chosen exactly for given cuts; only the cuts are not searched. Galvatron-BMW starts from the
 memory-balanced cuts $p_m$ and moves a boundary layer of the slowest stage to a neighbour. A move from $p$ to $p'$ is
 accepted if
 
 - (a) no stage of $p'$ is slower than the slowest stage of $p$,
 - (b) every stage of $p'$ fits into the budget, and
-- (c) no stage of $p'$ takes more memory than the fullest stage of the time-balanced cuts $p_t$,
+- (c) no stage of $p'$ takes more memory than the fullest stage of the time-balanced cuts $p_t$.
 
-and moves are tried from every accepted partition until there is none left. Here $p_m$ is the partition whose fullest
-stage needs the fewest bytes, and $p_t$ the one whose slowest stage is fastest when memory is no object.
+Moves are tried from every accepted partition until none is left. Here $p_m$ is the partition whose fullest stage needs
+the fewest bytes, and $p_t$ the one whose slowest stage is fastest if memory is ignored.
 
-Source: Wang et al. 2023 (arXiv 2307.02031), section 4.2. The method is greedy: unlike `partition_exact` it is not
-monotone in the budget or in the space, and it proves nothing.
+Source: Wang et al. 2023 (arXiv 2307.02031), section 4.2. The method is greedy: in contrast to `partition_exact` it is
+not monotone in the budget or in the space, and it proves nothing.
 """
 
 from collections import deque
@@ -31,8 +31,11 @@ from steelyard.search.runs import PreparedTables
 
 
 def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> ConfigResult:
-    """The plan that this method of cutting finds, of those that are not exact; at most feasible, as other cuts may be
-    faster, and infeasible without a miss where only these cuts do not fit."""
+    """Return the plan that an inexact method of cutting finds.
+
+    The status is at most feasible, because other cuts may be faster, and infeasible without a miss if only these cuts
+    do not fit.
+    """
     if tables.pipeline.num_chunks > 1:
         raise InvalidProblemError(
             field="schedule",
@@ -51,13 +54,13 @@ def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> Co
 
 
 def even_boundaries(tables: CostTables) -> tuple[int, ...]:
-    """Stages of equal numbers of layers; where they do not divide, the sizes differ by one."""
+    """Return stages of equal numbers of layers; the sizes differ by one if the number does not divide."""
     layers, stages = len(tables.layers), tables.pipeline.num_stages
     return tuple(stage * layers // stages for stage in range(stages + 1))
 
 
 def memory_balanced_boundaries(tables: CostTables) -> tuple[int, ...]:
-    """The cuts whose fullest stage needs the fewest bytes, every layer under its smallest strategy."""
+    """Return the cuts whose fullest stage needs the fewest bytes if every layer has its smallest strategy."""
     memories = stage_memories(tables)
     needed = least_budget(tables, memories)
     found = furthest_boundaries(tables, memories, needed) if needed is not None else None
@@ -65,7 +68,7 @@ def memory_balanced_boundaries(tables: CostTables) -> tuple[int, ...]:
 
 
 def time_balanced_boundaries(tables: CostTables) -> tuple[int, ...]:
-    """The cuts whose slowest stage is fastest, every layer under its fastest strategy and switches ignored."""
+    """Return the cuts whose slowest stage is fastest if every layer has its fastest strategy, without resharding."""
     fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
     prefix = np.concatenate(([0.0], np.cumsum(fastest)))
     spans = np.where(np.tri(len(prefix), k=0, dtype=bool).T, prefix - prefix[:, None], np.inf)
@@ -82,7 +85,7 @@ def time_balanced_boundaries(tables: CostTables) -> tuple[int, ...]:
 
 
 def _adjusted(prepared: PreparedTables, start: Solution) -> Solution:
-    """The fastest partition that Galvatron-BMW's adjustment meets on its way from the memory-balanced cuts."""
+    """Return the fastest partition that Galvatron-BMW's adjustment visits from the memory-balanced cuts."""
     by_time = best_for_boundaries(prepared, time_balanced_boundaries(prepared.tables))
     most_bytes = by_time.peak_bytes if by_time else prepared.budget_bytes
     best, queue, seen = start, deque([start]), {start.boundaries}
@@ -100,13 +103,13 @@ def _adjusted(prepared: PreparedTables, start: Solution) -> Solution:
 
 
 def is_accepted(found: Solution, current: Solution, most_bytes: int) -> bool:
-    """Whether a partition that fits, one move from ``current``, meets (a), and (c) with ``most_bytes``."""
+    """Return whether a partition that fits, one move from ``current``, meets (a), and (c) with ``most_bytes``."""
     is_slower = max(stage.time_s for stage in found.stages) > max(stage.time_s for stage in current.stages)
     return not is_slower and found.peak_bytes <= most_bytes
 
 
 def neighbours(current: Solution) -> list[tuple[int, ...]]:
-    """The boundaries of stages where a boundary layer of the slowest stage goes to the stage beside it."""
+    """Return the boundaries that move a boundary layer of the slowest stage to a neighbouring stage."""
     slowest = int(np.argmax([stage.time_s for stage in current.stages]))
     first, end = current.boundaries[slowest], current.boundaries[slowest + 1]
     if end - first < 2:

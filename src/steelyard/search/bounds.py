@@ -1,4 +1,4 @@
-r"""Lower bounds of what runs of layers take on a stage: seconds, by prices of memory, and bytes.
+r"""Lower bounds of seconds (by prices of memory) and of bytes for runs of layers on a stage.
 
 *Seconds.* For any price $\lambda \ge 0$ of a byte, the layers $l..l'-1$ take on stage $i$ at least
 
@@ -6,28 +6,28 @@ $$\underline t_i(l, l') = \min_\tau \max_\lambda \Big[\sum_{j=l}^{l'-1} h_{\lamb
 - \lambda\,(B - \tau)\Big], \qquad
 h_{\lambda,\tau}(k) = \min_{s:\, u(k, s) \le \tau} \big(t(k, s) + \lambda\, b_i(k, s)\big)$$
 
-seconds: a plan that fits, and whose transient peak is $\tau$, saves nothing by paying for its bytes and being paid for
-the room that the peak leaves. Neighbouring peaks share a level as in `layers`. Switches are left out. While an inner
-layer works, those behind it may have freed what they can; the last layer of the run works first, with nothing freed.
-The bound is a difference of prefix sums and grows with the run. The best price is a slope of the lower convex hull of
-some type's (bytes, seconds) points, so only these are tried.
+seconds: a plan that fits, with transient peak $\tau$, does not get cheaper if it pays for its bytes and is paid for the
+memory that the peak leaves. Neighbouring peaks share a level as in `layers`. Resharding is left out. While an inner
+layer works, the layers after it may have freed all that they can; the last layer of the run works first, with nothing
+freed. The bound is a difference of prefix sums and grows with the run. The best price is a slope of the lower convex
+hull of some type's (bytes, seconds) points, so only these are tried.
 
-*Bytes.* At price infinity time plays no part. Beyond the overhead a run needs at least
+*Bytes.* At an infinite price, time has no influence. Beyond the overhead a run needs at least
 
 $$\min_\tau\Big(\tau + \sum_l \min_{s:\, u(k_l, s) \le \tau} b(k_l, s)\Big)$$
 
 bytes, where $\tau$ runs over the peaks that are worth allowing (`threshold`). This grows with every layer, so stages
-are filled greedily: a budget is feasible exactly if the last stage then reaches the last layer. The least feasible
-budget follows by bisection over whole bytes, so the miss of an infeasible one is exact. Where layers free what they
-hold, or leave buffers beside each other (not `CostTables.is_plain`), only the last layer of a stage counts with what it
-works with, which bounds from below; a plan of little memory is sought by the same thresholds and weighed as it is.
+are filled greedily: a budget is feasible exactly if the last stage then reaches the last layer. The minimum feasible
+budget follows by bisection over whole bytes, so the miss of an infeasible budget is exact. If layers free memory or
+leave buffers alongside each other (not `CostTables.is_plain`), only the last layer of a stage counts with its transient
+bytes, which is a lower bound; the same thresholds then give a plan of little memory, whose bytes are evaluated exactly.
 
 | symbol    | name                | unit  | meaning                                                      |
 |-----------|---------------------|-------|--------------------------------------------------------------|
 | $b$       | `bytes`             | bytes | `static_bytes` + microbatches in flight × `activation_bytes` |
 | $u$       | `transient_bytes`   | bytes | largest short-lived memory of a layer                        |
-| $B$       | `room_bytes`        | bytes | budget less overhead                                         |
-| $\tau$    | `lower`, `upper`, `threshold` | bytes | the transient peak, or a level of it               |
+| $B$       | `room_bytes`        | bytes | budget minus overhead                                        |
+| $\tau$    | `lower`, `upper`, `threshold` | bytes | transient peak, or a level of it                   |
 | $\lambda$ | `prices`            | s/B   | value of a byte                                              |
 
 Source: weak Lagrangian duality; the hull argument is Dantzig's for the continuous knapsack.
@@ -48,30 +48,30 @@ from steelyard.search.kernels import FloatArray, IntArray
 from steelyard.search.layers import NO_LIMIT_BYTES, StageCosts, distinct, peak_levels
 
 IMPOSSIBLE = MOST_BYTES
-"""Bytes of a layer that has no strategy; so large that no device holds it, so small that sums stay in int64."""
+"""Bytes of a layer without a strategy: too large for any device, small enough for sums in int64."""
 
 MAX_THRESHOLDS = 64
-"""Transient peaks told apart here. With more of them (layers all unlike) a budget that is short of the least one by up
-to the step between two neighbours may be called too small."""
+"""Number of transient peaks that are distinguished here. With more (all layers different), a budget that exceeds the
+minimum by less than the step between two neighbours may be reported as too small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageMemory:
-    """Least bytes of any run of layers on a stage."""
+    """Minimum bytes of any run of layers on a stage."""
 
     threshold: IntArray
-    """[R] rising"""
+    """[R] in rising order"""
     prefix: IntArray
     """[R, L + 1] bytes of the first layers, each under its smallest strategy within the threshold"""
     ended: IntArray
-    """[R, L + 1] the same where the last of them is the last of its stage, rising"""
+    """[R, L + 1] the same if the last of them ends its stage, in rising order"""
 
     def farthest(self, start: int, room_bytes: int) -> int:
-        """The largest end such that the layers ``start..end-1`` fit into the room; ``start`` if not even one does."""
+        """Return the largest end such that the layers ``start..end-1`` fit; ``start`` if not even one does."""
         return int(self.all_farthest(room_bytes)[start])
 
     def all_farthest(self, room_bytes: int) -> IntArray:
-        """[L] `farthest` from every layer."""
+        """Return [L] `farthest` from every layer."""
         first = np.arange(self.prefix.shape[1] - 1)
         found = first
         for row, ended, peak in zip(self.prefix, self.ended, self.threshold, strict=True):
@@ -80,17 +80,17 @@ class StageMemory:
         return found
 
     def least_bytes(self, start: int, end: int) -> int:
-        """Least bytes of the layers ``start..end-1``."""
+        """Minimum bytes of the layers ``start..end-1``."""
         return int((self.ended[:, end] - self.prefix[:, start] + self.threshold).min())
 
     def smallest_start(self, end: int, room_bytes: int) -> int:
-        """The smallest start such that the layers ``start..end-1`` fit into the room; ``end`` if not even one does."""
+        """Return the smallest start such that the layers ``start..end-1`` fit; ``end`` if not even one does."""
         more = self.ended[:, end] + self.threshold - room_bytes
         return min(end, int((self.prefix < more[:, None]).sum(axis=1).min()))
 
 
 def stage_memories(tables: CostTables) -> list[StageMemory]:
-    """One for each stage; stages of a pool with equal microbatches in flight share theirs."""
+    """Return the memory of each stage; stages of a pool with equal microbatches in flight share one object."""
     alike = [tables.likeness(stage)[:2] for stage in range(tables.pipeline.num_stages)]
     shared: dict[tuple[int, int], StageMemory] = {}
     for pool in dict.fromkeys(pool for _, pool in alike):
@@ -102,7 +102,7 @@ def stage_memories(tables: CostTables) -> list[StageMemory]:
 
 
 def memories_of(tables: CostTables, legal: NDArray[np.bool_], in_flight: Sequence[int]) -> Iterator[StageMemory]:
-    """Those of stages with each of these numbers of microbatches in flight, of the ``legal`` strategies [K, S]."""
+    """Yield the memory of a stage with ``legal`` strategies [K, S] for each number of microbatches in flight."""
     if tables.is_plain:
         threshold, least = _least_by_threshold(tables, legal, in_flight)
         last = least
@@ -117,9 +117,9 @@ def memories_of(tables: CostTables, legal: NDArray[np.bool_], in_flight: Sequenc
 
 
 def _ended(tables: CostTables, prefix: IntArray, least: IntArray) -> IntArray:
-    """[F, R, L + 1] bytes of the first layers, of which the last one ends a stage and takes ``least`` [F, R, K].
+    """Return [F, R, L + 1] bytes of the first layers, of which the last one ends a stage and takes ``least`` [F, R, K].
 
-    Where a longer run would take less it counts as much less, so that the bytes rise: they bound from below then.
+    A run counts at most the bytes of every longer run, so the bytes rise and are lower bounds.
     """
     if tables.is_plain and not tables.last_types:
         return prefix
@@ -132,7 +132,7 @@ def _ended(tables: CostTables, prefix: IntArray, least: IntArray) -> IntArray:
 def _least_by_threshold(
     tables: CostTables, legal: NDArray[np.bool_], in_flight: Sequence[int]
 ) -> tuple[IntArray, IntArray]:
-    """[R] transient peaks worth allowing, rising, and [F, R, K] the least bytes within each, of legal strategies."""
+    """Return [R] transient peaks worth allowing, rising, and [F, R, K] minimum bytes of legal strategies in each."""
     num_bytes = np.stack([tables.held_bytes(each) for each in in_flight])
     num_bytes = np.where(legal, num_bytes, IMPOSSIBLE)
     transient = np.where(legal, tables.transient_bytes, 0)
@@ -156,7 +156,7 @@ def _least_by_threshold(
 def furthest_boundaries(
     tables: CostTables, memories: Sequence[StageMemory], budget_bytes: int
 ) -> tuple[int, ...] | None:
-    """Stage boundaries 0..L with as many layers as fit on each stage in turn; None if some stage is left too few."""
+    """Return stage boundaries 0..L that fill each stage in turn; None if too few layers are left for some stage."""
     num_layers, rooms = len(tables.layers), tables.rooms(budget_bytes)
     if tables.pools is not None:
         return boundaries_within(tables, memory_reaches(tables, memories, budget_bytes))
@@ -171,7 +171,7 @@ def furthest_boundaries(
 
 
 def memory_reaches(tables: CostTables, memories: Sequence[StageMemory], budget_bytes: int) -> list[IntArray]:
-    """[P] of [L] the largest end of a run that fits on a stage, from every first layer; that layer if none does."""
+    """Return [P] of [L] the largest end of a run that fits on a stage by first layer; that layer if none does."""
     known: dict[tuple[object, ...], IntArray] = {}
     found = []
     for stage, (memory, room_bytes) in enumerate(zip(memories, tables.rooms(budget_bytes), strict=True)):
@@ -183,9 +183,10 @@ def memory_reaches(tables: CostTables, memories: Sequence[StageMemory], budget_b
 
 
 def boundaries_within(tables: CostTables, reaches: Sequence[IntArray]) -> tuple[int, ...] | None:
-    """Boundaries where no stage goes beyond what it reaches from its first layer, the last stages as short as can be.
+    """Return boundaries within the reach of every stage from its first layer; None if there are none.
 
-    None if there are none. Where stages are unlike, one that is filled may leave the next a layer that it cannot hold.
+    The last stages are as short as possible. Greedy filling does not work if stages differ: a filled stage may leave
+    the next one a layer that it cannot hold.
     """
     reached = reached_places(tables, reaches)
     place = len(tables.layers)
@@ -200,7 +201,7 @@ def boundaries_within(tables: CostTables, reaches: Sequence[IntArray]) -> tuple[
 
 
 def reached_places(tables: CostTables, reaches: Sequence[IntArray]) -> list[NDArray[np.bool_]]:
-    """[P + 1] of [L + 1] whether the first stages may end there, each from where those before it may."""
+    """Return [P + 1] of [L + 1] whether the first stages may end at this place."""
     num_layers = len(tables.layers)
     reached = [np.arange(num_layers + 1) == 0]
     for stage, reach in enumerate(reaches):
@@ -215,10 +216,10 @@ def reached_places(tables: CostTables, reaches: Sequence[IntArray]) -> list[NDAr
 
 
 def least_budget(tables: CostTables, memories: Sequence[StageMemory]) -> int | None:
-    """The smallest budget in bytes for which some plan fits; None if a layer has no legal strategy at all.
+    """Return the smallest budget in bytes for which some plan fits; None if a layer has no legal strategy.
 
-    Bisection; a feasible budget shrinks to what its stages take, an infeasible one grows to where some stage takes one
-    layer more, so a handful of steps ends it at the exact byte.
+    Bisection: a feasible budget shrinks to the bytes of its stages, an infeasible one grows until some stage takes one
+    more layer, so that a few steps find the exact byte.
     """
     too_few = len(tables.layers) < tables.least_layers_before(tables.pipeline.num_stages)
     if too_few or not tables.legal[list(set(tables.layers))].any(axis=1).all():
@@ -237,12 +238,12 @@ def least_budget(tables: CostTables, memories: Sequence[StageMemory]) -> int | N
 
 
 def _most_bytes(spans: Iterable[tuple[StageMemory, tuple[int, int]]], overheads: Sequence[int]) -> int:
-    """Bytes of the fullest stage that holds its span."""
+    """Bytes of the fullest stage, overhead included."""
     return max(memory.least_bytes(*span) + more for (memory, span), more in zip(spans, overheads, strict=False))
 
 
 def _next_budget(tables: CostTables, memories: Sequence[StageMemory], budget_bytes: int) -> int:
-    """The smallest budget in which some stage takes more layers than in this one, in which they do not all fit."""
+    """Return the smallest budget with which some stage takes more layers than with this infeasible one."""
     num_layers, place, nearest = len(tables.layers), 0, 2**62
     if tables.pools is not None:
         reaches = memory_reaches(tables, memories, budget_bytes)
@@ -263,7 +264,7 @@ def _next_budget(tables: CostTables, memories: Sequence[StageMemory], budget_byt
 def least_memory_strategies(
     tables: CostTables, memories: Sequence[StageMemory], boundaries: Sequence[int]
 ) -> tuple[int, ...]:
-    """One strategy per layer that takes the fewest bytes on each stage of these boundaries, or few."""
+    """Return one strategy per layer with the fewest bytes, or few, on each stage of these boundaries."""
     chosen: list[int] = []
     for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
         chosen.extend(_small_strategies(tables, stage, tables.run_types(range(start, end))))
@@ -271,7 +272,7 @@ def least_memory_strategies(
 
 
 def _small_strategies(tables: CostTables, stage: int, layer_types: Sequence[int]) -> list[int]:
-    """Strategies for the layers of a stage: of those that hold least within each threshold the ones that take least."""
+    """Return strategies for the layers of a stage: the best of the smallest ones within each threshold."""
     in_flight = tables.pipeline.in_flight(stage)
     legal, held = tables.legal_on(stage), tables.held_bytes(in_flight)
     works = tables.transient_bytes + tables.buffers_of.sum(axis=0)
@@ -289,34 +290,34 @@ def _small_strategies(tables: CostTables, stage: int, layer_types: Sequence[int]
 
 
 MAX_PRICES = 64
-"""More hull slopes than this are thinned out; the bounds stay valid and become a little weaker."""
+"""Maximum number of hull slopes; more are thinned out, and the bounds stay valid but become slightly weaker."""
 
 MAX_TYPES = 32
-"""With more layer types than this, prices are taken from so many of them, and fewer of them."""
+"""Maximum number of layer types that prices are taken from; with more types, fewer prices are kept too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageBounds:
-    """Prefix sums from which the bounds of one stage follow."""
+    """Prefix sums that give the bounds of one stage."""
 
     costs: StageCosts
     room_bytes: int
     transfer_s: float
     prices: FloatArray
-    """[A] rising, the first is 0"""
+    """[A] in rising order, the first is 0"""
     lower: IntArray
     """[J] lower edges of the levels of transient peak"""
     prefix_s: FloatArray
-    """[J, A, L + 1] priced cost of the first layers, those without an option in the level left out"""
+    """[J, A, L + 1] priced cost of the first layers, except those without an option in the level"""
     ended_s: FloatArray
-    """[J, A, L + 1] the same where the last of them ends the run"""
+    """[J, A, L + 1] the same if the last of them ends the run"""
     missing: IntArray
-    """[J, L + 1] how many of the first layers, as inner ones, have no option in the level"""
+    """[J, L + 1] number of the first layers that, as inner layers, have no option in the level"""
 
     def matrix(self, starts: tuple[int, int], ends: tuple[int, int]) -> FloatArray:
-        """[starts, ends] lower bounds in seconds, transfer included; infinite for empty runs.
+        """Return [starts, ends] lower bounds in seconds, transfer included; infinite for empty runs.
 
-        Starts and ends are consecutive, given as the first one and how many.
+        Starts and ends are consecutive, given as the first one and their number.
         """
         found = np.empty((starts[1], ends[1]))
         kernels.run_bounds(
@@ -334,7 +335,7 @@ class StageBounds:
         return found
 
     def good_prices(self, start: int, end: int) -> FloatArray:
-        """Prices around those that bound this run best on each level, and 0."""
+        """Return the prices around those that bound this run best on each level, and 0."""
         room = (self.room_bytes - self.lower).astype(np.float64)
         paid = self.ended_s[:, :, end] - self.prefix_s[:, :, start] - self.prices * room[:, None]
         around = np.argmax(paid, axis=1)[:, None] + np.arange(-2, 3)
@@ -342,7 +343,7 @@ class StageBounds:
         return good
 
     def farthest(self, start: int, limit_s: float) -> int:
-        """The largest end whose bound from ``start`` stays within the limit; ``start`` if not even one layer does."""
+        """Return the largest end whose bound from ``start`` is within the limit; ``start`` if no layer is."""
         return int(
             kernels.farthest(
                 self.prefix_s,
@@ -358,13 +359,13 @@ class StageBounds:
         )
 
     def smallest_start(self, end: int, limit_s: float) -> int:
-        """The smallest start whose bound to ``end`` stays within the limit; ``end`` if not even one layer does."""
+        """Return the smallest start whose bound to ``end`` is within the limit; ``end`` if no layer is."""
         starts = range(end - 1, -1, -1)
         return end - bisect_right(starts, limit_s, key=lambda start: float(self.matrix((start, 1), (end, 1))[0, 0]))
 
 
 def stage_bounds(costs: StageCosts, layers: Sequence[int], room_bytes: int, transfer_s: float) -> StageBounds:
-    """The bounds of a stage with these costs for runs of the model's ``layers`` (their types)."""
+    """Return the bounds of a stage with these costs for runs of the model's ``layers`` (their types)."""
     order, used = np.array(layers, dtype=np.int64), sorted(set(layers))
     ends = sorted({int(costs.lasts[layer_type]) for layer_type in used})
     prices = _hull_slopes(costs, used)
@@ -394,7 +395,7 @@ def stage_bounds(costs: StageCosts, layers: Sequence[int], room_bytes: int, tran
 
 
 def _hull_slopes(costs: StageCosts, layer_types: Sequence[int]) -> FloatArray:
-    """0 and the slopes of the layer types' lower convex hulls, rising, at most `MAX_PRICES` of them."""
+    """Return 0 and the slopes of the layer types' lower convex hulls in rising order, at most `MAX_PRICES`."""
     some, options = np.array(layer_types[:: -(-len(layer_types) // MAX_TYPES)]), costs.rows.shape[2]
     slopes, hull = np.zeros(len(some) * options + 1), np.empty(options, dtype=np.int64)
     count = kernels.hull_slopes(some, costs.count, costs.rows, costs.seconds, slopes[1:], hull)

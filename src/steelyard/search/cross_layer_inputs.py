@@ -1,26 +1,25 @@
-r"""Cross-layer inputs in the chain search, exactly: by conditions on the layers that make them.
+r"""Exact search with cross-layer inputs, by conditions on the layers that make them.
 
 A cross-layer input $v$ is made by layer $o_v$ and read by the layers $R_v$, each of which pays $d_v(s_{o_v}, s_l)$ for
-it (see `CostTables`). Once it is known that the strategy of $o_v$ is one of a set $A_v$, a reader pays at least
+it (see `CostTables`). If the strategy of $o_v$ is known to be in a set $A_v$, a reader pays at least
 
 $$\underline d_v(s_l) = \min_{s \in A_v} d_v(s, s_l)$$
 
-which is an ordinary time of this layer, so that the chain search applies: readers and sources become layer types of
-their own, and a source may take only the strategies of $A_v$. What comes out is a lower bound of every plan under the
-condition, and it is the truth if all of $A_v$ cost the readers the same (FT's branch elimination: one search for each
-switch class of the source) or if the plan found pays no more than $\underline d_v$. Else the condition is split into
-the class of the plan found and the rest, without classes that the best plan known beats by their times alone, and the
-conditions are searched in the order of their bounds until the best plan known is no slower than the least bound. So
-optimal stays optimal, and a search that time cuts short has a gap.
+which is an ordinary time of this layer, so that the chain search applies: readers and sources become separate layer
+types, and a source may take only the strategies of $A_v$. The result is a lower bound of every plan under the
+condition. It is exact if all of $A_v$ cost the readers the same (FT's branch elimination: one search for each switch
+class of the source) or if the plan found pays no more than $\underline d_v$. If it is not exact, the condition is split
+into the class of the plan found and the rest, without classes that the best known plan beats by their times alone.
+Conditions are searched in the order of their bounds until the best known plan is no slower than the lowest bound. An
+optimal plan is therefore still proven optimal, and a search that reaches its deadline reports a gap.
 
 | symbol            | name        | unit | meaning                                                            |
 |-------------------|-------------|------|--------------------------------------------------------------------|
 | $A_v$             | `Condition` | –    | strategies that a source may take, by the source's position        |
-| $\underline d_v$  | –           | s    | least that a reader pays under the condition                       |
+| $\underline d_v$  | –           | s    | minimum that a reader pays under the condition                     |
 
-`partition_exact`, `assess` and `partition_with` do for tables with or without cross-layer inputs what those of
-`partition` and `balance` do for tables without. Memory plays no part in it: what fits is the same with
-cross-layer inputs as without.
+`partition_exact`, `assess` and `partition_with` extend those of `partition` and `balance` to tables with cross-layer
+inputs. Memory is not affected: the same plans fit with cross-layer inputs as without.
 
 Source: Cai et al. 2020 (TensorOpt, arXiv 2004.10856), section 4, for conditions on one layer; best-first branch and
 bound over them is ours. Not modelled: readers that share one redistribution.
@@ -45,16 +44,18 @@ from steelyard.search.partition import NO_PLAN, ConfigResult, Prospect, quick_bo
 from steelyard.search.runs import AnyBudget
 
 Condition = Mapping[int, IntArray]
-"""For each layer that makes a cross-layer input, the strategies that it may take."""
+"""Strategies that a layer may take, for each layer that makes a cross-layer input."""
 
 TIES = 1 - 1e-12
-"""A bound this close to the best plan is one of a tie: sums of the same numbers differ by about 1e-13."""
+"""Factor within which a bound ties with the best plan: sums of the same numbers differ by about 1e-13."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CrossLayerProspect:
-    """A feasible configuration with cross-layer inputs before its search: ``relaxed`` lets every reader see the source
-    it likes."""
+    """A feasible configuration with cross-layer inputs before its search.
+
+    In ``relaxed`` every reader has its cheapest source strategy.
+    """
 
     tables: CostTables
     budget_bytes: int
@@ -63,17 +64,17 @@ class CrossLayerProspect:
 
     @property
     def lower_bound_s(self) -> float:
-        """No plan of the configuration is faster."""
+        """Lower bound of the step time of the configuration's plans."""
         return self.relaxed.lower_bound_s
 
     def settle(self, *, cutoff_s: float = np.inf, deadline: float | None = None) -> ConfigResult:
-        """As `Prospect.settle`."""
+        """Return the result of the search; see `Prospect.settle`."""
         if self.lower_bound_s > cutoff_s:
             return ConfigResult(status="beaten", solution=None, lower_bound_s=self.lower_bound_s)
         return _search_conditions(self, cutoff_s, deadline)
 
     def sketch(self) -> ConfigResult:
-        """As `Prospect.sketch`."""
+        """Return a plan without a search; see `Prospect.sketch`."""
         found = self.relaxed.sketch().solution
         best = min(self.fallback, _priced(self.tables, found) if found else self.fallback, key=lambda plan: plan.step_s)
         return ConfigResult(status="beaten", solution=best.known, lower_bound_s=self.lower_bound_s)
@@ -82,17 +83,17 @@ class CrossLayerProspect:
 def partition_exact(
     of: CostTables | AnyBudget, budget_bytes: int, *, cutoff_s: float = np.inf, deadline: float | None = None
 ) -> ConfigResult:
-    """The fastest plan of this configuration within the budget per device, with its proof.
+    """Return the fastest plan of this configuration within the budget per device, with its proof.
 
     A configuration that cannot be as fast as ``cutoff_s`` is returned as beaten. ``deadline`` is a `time.monotonic`
-    value. `AnyBudget` saves work between budgets.
+    value. `AnyBudget` shares work between budgets.
     """
     found = assess(of, budget_bytes)
     return found if isinstance(found, ConfigResult) else found.settle(cutoff_s=cutoff_s, deadline=deadline)
 
 
 def assess(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | CrossLayerProspect | ConfigResult:
-    """A feasible configuration with a lower bound of its step time, or the proof that it is infeasible."""
+    """Return a feasible configuration with a lower bound of its step time, or the proof that it is infeasible."""
     tables = of.tables if isinstance(of, AnyBudget) else of
     if not tables.cross_layer_inputs:
         return partition.assess_chain(of, budget_bytes)
@@ -104,8 +105,7 @@ def assess(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | CrossLay
 
 
 def partition_with(method: Partition, tables: CostTables, budget_bytes: int) -> ConfigResult:
-    """The plan that this method of cutting finds; with cross-layer inputs, the fastest of those it finds per
-    condition."""
+    """Return the plan that this method of cutting finds, or with cross-layer inputs its fastest over all conditions."""
     if not tables.cross_layer_inputs:
         return partition_by(method, tables, budget_bytes)
     found = assess(tables, budget_bytes)
@@ -121,7 +121,7 @@ def partition_with(method: Partition, tables: CostTables, budget_bytes: int) -> 
 
 
 def any_source(tables: CostTables) -> dict[int, IntArray]:
-    """The condition that excludes nothing."""
+    """Return the condition that excludes nothing."""
     return {
         source: np.flatnonzero(tables.legal[tables.layers[source]])
         for source in sorted({side.source for side in tables.cross_layer_inputs})
@@ -129,7 +129,7 @@ def any_source(tables: CostTables) -> dict[int, IntArray]:
 
 
 def source_classes(tables: CostTables, source: int) -> list[IntArray]:
-    """The strategies of a source in classes, within which every reader pays the same, however it is laid out itself."""
+    """Return the strategies of a source in classes within which every reader pays the same, whatever its own layout."""
     legal = any_source(tables)[source]
     if len(legal) == 0:
         return []
@@ -146,17 +146,16 @@ def source_classes(tables: CostTables, source: int) -> list[IntArray]:
 
 
 def all_conditions(tables: CostTables) -> Iterator[Condition]:
-    """Every way to choose one class for each source."""
+    """Yield every choice of one class for each source."""
     sources = list(any_source(tables))
     for chosen in itertools.product(*(source_classes(tables, source) for source in sources)):
         yield dict(zip(sources, chosen, strict=True))
 
 
 def conditioned(tables: CostTables, condition: Condition) -> CostTables:
-    """Tables without cross-layer inputs, of the same layers: sources restricted, readers paying the least they may have
-    to.
+    """Return tables of the same layers without cross-layer inputs: sources restricted, readers paying their minimum.
 
-    Plans take the same bytes as in the given tables and at most their time, and just their time if the strategies that
+    Plans take the same bytes as in the given tables and at most the same time. The time is equal if the strategies that
     a source may take are of one class.
     """
     reads: dict[int, list[int]] = {}
@@ -183,13 +182,13 @@ def conditioned(tables: CostTables, condition: Condition) -> CostTables:
 
 
 def _search_conditions(prospect: CrossLayerProspect, cutoff_s: float, deadline: float | None) -> ConfigResult:
-    """Conditions in the order of their bounds, split until the best plan is proven, beaten, or time is up."""
+    """Search conditions in the order of their bounds, split until the best plan is proven, beaten, or time is up."""
     tables, best = prospect.tables, prospect.fallback
     order = itertools.count()
     waiting: list[tuple[float, int, Condition, Prospect]] = [
         (prospect.lower_bound_s, next(order), any_source(tables), prospect.relaxed)
     ]
-    lower, timed_out = np.inf, False  # the least time of the conditions that are done with
+    lower, timed_out = np.inf, False  # lower bound of the finished conditions
     while waiting and waiting[0][0] < best.step_s * TIES and waiting[0][0] <= cutoff_s and not timed_out:
         bound, _, condition, start = heapq.heappop(waiting)
         limit = min(cutoff_s, best.step_s) or best.step_s  # no plan is proven slower than zero by aiming at zero
@@ -212,7 +211,10 @@ def _search_conditions(prospect: CrossLayerProspect, cutoff_s: float, deadline: 
 
 
 def _outcome(best: Solution, lower_s: float, cutoff_s: float, timed_out: bool) -> ConfigResult:
-    """Of a search that is over: its best plan is proven or beaten unless time was up while a bound was still below."""
+    """Return the result of a finished search.
+
+    Its best plan is proven or beaten unless time was up while a bound was still lower.
+    """
     status: Literal["feasible", "beaten"]
     if not best.strategies:
         status = "feasible" if timed_out and lower_s <= cutoff_s else "beaten"
@@ -224,10 +226,9 @@ def _outcome(best: Solution, lower_s: float, cutoff_s: float, timed_out: bool) -
 
 
 def _split(tables: CostTables, condition: Condition, plan: Solution, limit_s: float) -> list[Condition] | None:
-    """The condition in two, if the plan pays more for some cross-layer input than the condition alone asks for; else
-    None.
+    """Split the condition in two if the plan pays more for a cross-layer input than its minimum; else return None.
 
-    Without the classes of the source of which no plan takes less than ``limit_s``, whatever memory there is.
+    Classes of the source without a plan faster than ``limit_s`` in unlimited memory are left out.
     """
     for side in tables.cross_layer_inputs:
         own, allowed = plan.strategies[side.source], condition[side.source]
@@ -244,5 +245,5 @@ def _split(tables: CostTables, condition: Condition, plan: Solution, limit_s: fl
 
 
 def _priced(tables: CostTables, plan: Solution) -> Solution:
-    """The same choice with the cross-layer inputs that it really has to pay for."""
+    """Return the same choice with the true cost of its cross-layer inputs."""
     return evaluate(tables, plan.boundaries, plan.strategies)

@@ -1,18 +1,18 @@
 r"""The best cuts of a pipeline whose strategies are given, up to how many leading blocks of each stage are recomputed.
 
-With one strategy for each layer type a plan is its cuts $0 = c_0 < \dots < c_P = L$, and with recomputation also the
-number $n_i$ of leading blocks of stage $i$ that are recomputed. Minimised is $\sum_i t_i + (mv-1) \max_i t_i$ over
-stages that fit, where $t_i$ depends on $(c_{i-1}, c_i, n_i)$ alone. For every bound $T$ on $\max_i t_i$ a dynamic
-program over stages finds the cuts of least $\sum_i t_i$:
+A plan with one strategy for each layer type is its cuts $0 = c_0 < \dots < c_P = L$ and, with recomputation, the
+number $n_i$ of leading blocks of stage $i$ that are recomputed. The search minimises $\sum_i t_i + (mv-1) \max_i t_i$
+over stages that fit, where $t_i$ depends on $(c_{i-1}, c_i, n_i)$ alone. A dynamic program over stages finds the cuts
+of minimum $\sum_i t_i$ for every bound $T$ on $\max_i t_i$:
 
 $$f_i(b) = \min_{a < b,\ t_i(a, b) \le T} f_{i-1}(a) + t_i(a, b)$$
 
-The least $T$ that has cuts comes from the same recursion with the maximum in place of the sum; greater ones are tried
+The smallest $T$ that has cuts comes from the same recursion with the maximum in place of the sum; larger ones are tried
 as long as a smaller sum may pay for them.
 
-What a run of layers holds beside its static and saved bytes is asked only of runs that the best cuts so far use
-(`CostTables.transient_of`): by bounds of it most runs certainly fit or certainly do not. A run that turns out not to
-fit is struck, or recomputes one block more, and the cuts are sought again, so the result is exact.
+The transient bytes of a run (`CostTables.transient_of`) are computed only for runs that the best cuts so far use; a
+lower bound excludes most others. A run that turns out not to fit is excluded, or recomputes one more block, and the
+cuts are searched again, so the result is exact.
 """
 
 import itertools
@@ -35,7 +35,7 @@ Ints = NDArray[np.int64]
 
 
 class Leading(Enum):
-    """How many leading blocks of a stage may be recomputed."""
+    """Number of leading blocks of a stage that may be recomputed."""
 
     NONE = "none"
     SAME = "the same number on every stage"
@@ -44,23 +44,23 @@ class Leading(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Choice:
-    """One strategy for every layer type of a configuration, and where blocks may be recomputed that of these."""
+    """One strategy for every layer type of a configuration, and one for its recomputed blocks."""
 
     columns: Ints
     """[K] strategies"""
     recomputed: Ints
-    """[K] strategies of leading blocks that are recomputed; as ``columns`` where nothing is"""
+    """[K] strategies of leading blocks that are recomputed; equal to ``columns`` if nothing is"""
     leading: Leading
     others: tuple[tuple[Ints, Ints], ...] = ()
-    """Further strategies and those of recomputed blocks, of which a stage may have a pair instead if ``leading`` is
-    free; they divide tensors as ``columns`` do, so that nothing is redistributed between two pairs."""
+    """Alternative pairs of ``columns`` and ``recomputed`` that a stage may have if ``leading`` is free; they divide
+    tensors as ``columns`` do, so that nothing is redistributed between two pairs."""
     least_s: float
-    """What no plan of it is faster than."""
+    """Lower bound of the step time of its plans."""
     least_bytes: float
-    """What the fullest device of any plan of it holds at least."""
+    """Lower bound of the bytes of the fullest device in any of its plans."""
 
     def of(self, tables: CostTables) -> CostTables:
-        """Return the cost tables with this choice alone, all blocks recomputed that may be."""
+        """Return the cost tables with this choice alone and as many blocks as possible recomputed."""
         legal = np.zeros_like(tables.legal)
         legal[np.arange(len(legal)), self.recomputed] = True
         return replace(tables, legal=legal & tables.legal)
@@ -68,16 +68,16 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChoiceProspect:
-    """A configuration of which only given choices count, before its search."""
+    """A configuration restricted to given choices, before its search."""
 
     tables: CostTables
     choices: tuple[Choice, ...]
-    """One or more, that of the least bound first."""
+    """One or more choices, lowest bound first."""
     budget_bytes: int
 
     @property
     def lower_bound_s(self) -> float:
-        """No plan of any choice is faster."""
+        """Lower bound of the step time of all choices."""
         return self.choices[0].least_s
 
     def settle(self, *, cutoff_s: float = np.inf, deadline: float | None = None) -> ConfigResult:
@@ -99,21 +99,21 @@ class ChoiceProspect:
         return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf)
 
     def sketch(self) -> ConfigResult:
-        """Return the plan of the first choice of which one fits."""
+        """Return the plan of the first choice that has one that fits."""
         found = self.settle(deadline=-np.inf)
         return replace(found, status="beaten") if found.status == "feasible" else found
 
     def with_miss(self) -> ConfigResult:
-        """Return by how much the choice of least memory misses."""
+        """Return an infeasible result with the miss of the choice that needs the least memory."""
         least = min(self.choices, key=lambda each: each.least_bytes)
         miss = assess_chain(replace(least.of(self.tables), cross_layer_inputs=()), self.budget_bytes).miss
         return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
 
 
 def best_cuts(tables: CostTables, choice: Choice, budget_bytes: int, *, cutoff_s: float = np.inf) -> Solution | None:
-    """Return the fastest plan of a choice that fits and takes at most ``cutoff_s`` a step; None where there is none.
+    """Return the fastest plan of a choice that fits and takes at most ``cutoff_s`` per step; None if there is none.
 
-    Where all stages recompute the same number of blocks, one more is taken to need no more memory.
+    If all stages recompute the same number of blocks, one more block is assumed to need no more memory.
     """
     pairs = ((choice.columns, choice.recomputed), *choice.others)
     runs, *others = (_Runs(tables, *pair, budget_bytes) for pair in pairs)
@@ -134,7 +134,7 @@ def best_cuts(tables: CostTables, choice: Choice, budget_bytes: int, *, cutoff_s
 
 
 def _least(most: int, holds: Callable[[int], bool]) -> int | None:
-    """The least number up to ``most`` for which something holds that holds for all greater ones; None where none."""
+    """Return the smallest number up to ``most`` for which a monotone condition holds; None if there is none."""
     if holds(0):
         return 0
     if not holds(most):
@@ -148,11 +148,12 @@ def _least(most: int, holds: Callable[[int], bool]) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Counts:
-    """How many leading blocks are recomputed, for every run: a number, or a matrix of them."""
+    """Number of leading blocks that are recomputed in every run: one number, or a matrix of them."""
 
     given: Ints
     first: Ints
-    """The number of the first block of a run, of its first that is not recomputed, and of one past its last."""
+    """Number of the first block of a run, then (``middle``) of its first block that is not recomputed and (``end``) of
+    the one past its last."""
     middle: Ints
     end: Ints
 
@@ -176,28 +177,28 @@ class _Runs:
         works = tables.transient_bytes
         least = np.minimum(works[self._lasts, self.plain], works[self._lasts, self.recomputed])
         self.lower = np.concatenate([[0], least])
-        """What a run takes at least beside static and saved bytes, by its end."""
+        """[L + 1] lower bound of a run's transient bytes by its end."""
         more = tables.time_s[self.rows, self.recomputed] - tables.time_s[self.rows, self.plain]
         self.more_s = more[self.is_block]
-        """[blocks] what each takes more if it is recomputed."""
+        """[blocks] additional seconds of each if it is recomputed."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that may be recomputed."""
+        """Number of blocks that may be recomputed."""
         return int(self.before[-1])
 
     @property
     def has_illegal(self) -> bool:
-        """Whether some block may only be recomputed, or never."""
+        """Whether some block must be recomputed, or must not be."""
         legal, rows = self.tables.legal, self.rows[self.is_block]
         return not (legal[rows, self.plain[self.is_block]] & legal[rows, self.recomputed[self.is_block]]).all()
 
     def are_all_recomputed(self, plan: Solution) -> bool:
-        """Whether more of the plan's blocks cannot be recomputed."""
+        """Return whether all blocks of the plan are recomputed."""
         return bool((np.array(plan.strategies) == self.recomputed)[self.is_block].all())
 
     def bound_s(self, count: int) -> float:
-        """What no plan in which every stage recomputes so many blocks, or all it has, is faster than."""
+        """Lower bound of the step time of plans in which every stage recomputes ``count`` blocks, or all it has."""
         stages = self.tables.pipeline.num_stages
         more = np.sort(self.more_s)[: min(self.num_blocks, count)].sum()
         total = self.plain_s + float(more) + self.tables.all_received_s
@@ -205,12 +206,12 @@ class _Runs:
 
     @property
     def plain_s(self) -> float:
-        """What all layers take, none recomputed."""
+        """Seconds of all layers without recomputation."""
         return float(self._seconds[-1])
 
     @cached_property
     def _seconds(self) -> Floats:
-        """[L + 1] of the layers before each, none recomputed."""
+        """[L + 1] seconds of the layers before each, without recomputation."""
         tables, rows, plain = self.tables, self.rows, self.plain
         found = tables.time_s[rows, plain].copy()
         shared = tables.switch_s[:1] if not tables.switch_s.strides[0] else tables.switch_s
@@ -223,13 +224,13 @@ class _Runs:
         return sums
 
     def counts(self, given: Ints) -> _Counts:
-        """These numbers of leading blocks, and where they end."""
+        """Return these numbers of leading blocks with the block numbers that they end at."""
         first = self.before[:, None]
         end = np.maximum(self.before, first)
         return _Counts(given=given, first=first, middle=np.minimum(first + given, end), end=end)
 
     def seconds(self, counts: _Counts) -> Floats:
-        """What runs take, without receiving; infinite where a layer may not be as it would be."""
+        """Return seconds of every run without receiving; infinite if a layer's strategy would be illegal."""
         found = self._seconds - self._seconds[:, None]
         legal, rows = self.tables.legal, self.rows
         never = _sums(~legal[rows, self.plain] & ~self.is_block)
@@ -244,7 +245,7 @@ class _Runs:
         return found
 
     def least_counts(self, counts: _Counts) -> Ints:
-        """How many leading blocks of every run have to be recomputed, since one of them may not be otherwise."""
+        """Return the number of leading blocks of every run up to its last block that must be recomputed."""
         not_plain = ~self.tables.legal[self.rows, self.plain][self.is_block]
         places = np.where(not_plain, np.arange(1, len(not_plain) + 1), 0)
         last = np.maximum.accumulate(np.concatenate([[0], places]))
@@ -252,7 +253,7 @@ class _Runs:
         return found
 
     def total(self, table: Ints, counts: _Counts) -> Ints:
-        """The sum of a table [K, S] over the layers of every run."""
+        """Return the sum of a table [K, S] over the layers of every run."""
         own, last = table[self.rows, self.plain], table[self._lasts, self.plain]
         sums = _sums(own)
         found = np.zeros((len(sums), len(sums)), dtype=np.int64)
@@ -266,12 +267,12 @@ class _Runs:
         return found
 
     def freed(self, table: Ints) -> tuple[Ints, Ints]:
-        """[L] what a table [K, S] has less of each layer if it is recomputed, inside a stage and as its last."""
+        """Return [L] the decrease of a table [K, S] if a layer is recomputed: inside a stage, and as its last layer."""
         inside, last = (table[rows, self.plain] - table[rows, self.recomputed] for rows in (self.rows, self._lasts))
         return inside, last
 
     def held(self, in_flight: int, counts: _Counts) -> Ints:
-        """Static bytes of every run, and those of so many microbatches in flight."""
+        """Return the static bytes of every run plus those of ``in_flight`` microbatches."""
         tables = self.tables
         found = self._kept("static", 0, tables.static_bytes, counts)
         found = found + in_flight * self._kept("activation", 0, tables.activation_bytes, counts)
@@ -280,7 +281,7 @@ class _Runs:
         return found
 
     def _kept(self, name: str, in_flight: int, table: Ints, counts: _Counts) -> Ints:
-        """The total of a table, made once where one number of blocks is recomputed on all stages."""
+        """Return the total of a table, cached if all stages recompute the same number of blocks."""
         if counts.given.ndim:
             return self.total(table, counts)
         key = name, in_flight, int(counts.given)
@@ -289,19 +290,19 @@ class _Runs:
         return self._totals[key]
 
     def block(self, number: int) -> int | None:
-        """The layer that is the block of a number, if it may be recomputed."""
+        """Return the layer of a block's number; None if it may not be recomputed."""
         layer = int(np.append(np.flatnonzero(self.is_block), -1)[min(number, self.num_blocks)])
         return layer if layer >= 0 and self.tables.legal[self.rows[layer], self.recomputed[layer]] else None
 
     def strategies(self, start: int, end: int, count: int) -> Ints:
-        """The strategies of the layers of a run with so many of its blocks recomputed."""
+        """Return the strategies of the layers of a run with ``count`` of its blocks recomputed."""
         found: Ints = self.plain[start:end].copy()
         blocks = np.flatnonzero(self.is_block[start:end])[:count]
         found[blocks] = self.recomputed[start:end][blocks]
         return found
 
     def transient_bytes(self, start: int, end: int, in_flight: int, count: int) -> int:
-        """What a run takes beside static and saved bytes, with so many of its blocks recomputed."""
+        """Transient bytes of a run with ``count`` of its blocks recomputed."""
         key = in_flight, self.rows[start:end].tobytes(), count
         if key not in self._transient:
             strategies = self.strategies(start, end, count)
@@ -310,13 +311,13 @@ class _Runs:
         return self._transient[key]
 
     def alike(self, start: int, end: int) -> Ints:
-        """The first layers of all runs of the same layer types as this one."""
+        """Return the first layers of all runs of the same layer types as this one."""
         windows = np.lib.stride_tricks.sliding_window_view(self.rows, end - start)
         return np.flatnonzero((windows == self.rows[start:end]).all(axis=1))
 
 
 class _StageRuns:
-    """The runs of one stage: what they take, and how many leading blocks are recomputed so that they may fit."""
+    """The runs of one stage: their seconds and bytes, and the leading blocks to recompute so that they may fit."""
 
     def __init__(self, runs: _Runs, stage: int, counts: _Counts, seconds: Floats, *, free: bool) -> None:
         self._runs, self._free, tables = runs, free, runs.tables
@@ -342,17 +343,17 @@ class _StageRuns:
             self.seconds[np.eye(len(seconds), k=1, dtype=bool)] = np.inf
 
     def count(self, start: int, end: int) -> int:
-        """How many blocks of a run are recomputed."""
+        """Number of blocks of a run that are recomputed."""
         blocks = int(self._runs.before[end] - self._runs.before[start])
         return min(blocks, int(self._counts[start, end] if self._counts.ndim else self._counts))
 
     def strategies(self, start: int, end: int) -> list[int]:
-        """The strategies of the layers of a run."""
+        """Return the strategies of the layers of a run."""
         found: list[int] = self._runs.strategies(start, end, self.count(start, end)).tolist()
         return found
 
     def keeps(self, start: int, end: int) -> bool:
-        """Whether a run fits; else it is struck, or recomputes one block more, with all that are like it."""
+        """Return whether a run fits; if not, exclude it and all runs like it, or recompute one more block in each."""
         runs, count, length = self._runs, self.count(start, end), end - start
         transient = runs.transient_bytes(start, end, self._in_flight, count)
         if self._held[start, end] + transient <= self._room[start]:
@@ -374,9 +375,9 @@ class _StageRuns:
 
 
 def _best(pairs: Sequence[_Runs], count: int, cutoff_s: float, *, free: bool = False) -> Solution | None:
-    """The fastest plan that fits, of at most ``cutoff_s``, each stage of which has one of these pairs of strategies.
+    """Return the fastest plan of at most ``cutoff_s`` that fits, with one of these pairs of strategies on each stage.
 
-    ``count`` blocks of each stage are recomputed, or if that is ``free``, as few as fit.
+    ``count`` blocks of each stage are recomputed, or with ``free`` as few as fit.
     """
     tables = pairs[0].tables
     every = [(runs, counts, runs.seconds(counts)) for runs in pairs for counts in [runs.counts(np.array(count))]]
@@ -401,14 +402,13 @@ def _best(pairs: Sequence[_Runs], count: int, cutoff_s: float, *, free: bool = F
 
 
 def _sums(values: NDArray[np.generic]) -> Ints:
-    """[N + 1] sums of the first 0 to N values."""
+    """Return [N + 1] sums of the first 0 to N values."""
     found: Ints = np.concatenate([np.zeros(1, dtype=np.asarray(values).dtype), np.cumsum(values)])
     return found
 
 
 def _cheapest(stages: Sequence[Floats], passes: float, least_s: float, cutoff_s: float) -> tuple[int, ...] | None:
-    """The cuts with the least sum of all stages and ``passes`` - 1 times the slowest; None where all are above the
-    cutoff."""
+    """Return the cuts of minimum sum of all stages plus ``passes`` - 1 times the slowest; None if above the cutoff."""
     limit_s, best_s, best = _least_slowest_s(stages), cutoff_s * (1 + ROUNDING), None
     if passes == 1 and np.isfinite(limit_s):
         limit_s = float(max(each[np.isfinite(each)].max() for each in stages))
@@ -424,7 +424,7 @@ def _cheapest(stages: Sequence[Floats], passes: float, least_s: float, cutoff_s:
 
 
 def _least_slowest_s(stages: Sequence[Floats]) -> float:
-    """What the slowest stage takes at least; infinite where no cuts fit."""
+    """Minimum seconds of the slowest stage; infinite if no cuts fit."""
     reached = np.full(len(stages[0]), np.inf)
     reached[0] = 0.0
     for each in stages:
@@ -433,7 +433,7 @@ def _least_slowest_s(stages: Sequence[Floats]) -> float:
 
 
 def _least_sum(stages: Sequence[Floats], limit_s: float) -> tuple[float, tuple[int, ...]]:
-    """The least sum of stages none of which takes more than ``limit_s``, and its cuts."""
+    """Return the minimum sum of stages of at most ``limit_s`` each, and its cuts."""
     reached = np.full(len(stages[0]), np.inf)
     reached[0] = 0.0
     chosen = []

@@ -1,10 +1,10 @@
-"""Time and bytes of a choice of cuts and strategies, straight from the definition in `CostTables`.
+"""Time and bytes of a choice of cuts and strategies, computed by the definition in `CostTables`.
 
 Every search reports the values computed here, so the reported step time is the sum that was minimised, term by term.
 
 Layers of one type are interchangeable within a stage: any order of their strategies takes the same time except for the
-switches between them, and about the same memory. `group_equal_strategies` picks one with the fewest changes of strategy
-among those that are no slower and fit, so that a plan reads well.
+resharding between them, and about the same memory. `group_equal_strategies` groups equal strategies, for readable
+plans, if the result is no slower and fits.
 """
 
 import itertools
@@ -35,21 +35,21 @@ class StageCost:
 
     @property
     def time_s(self) -> float:
-        """One microbatch on this stage."""
+        """Seconds of one microbatch on this stage."""
         return self.transfer_s + self.layer_s + self.switch_s + self.side_s
 
     @property
     def total_bytes(self) -> int:
-        """Peak memory per device."""
+        """Peak memory per device in bytes."""
         return self.overhead_bytes + self.static_bytes + self.activation_bytes + self.transient_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """Cuts, one strategy per layer, and what they cost.
+    """Cuts, one strategy per layer, and their cost.
 
-    ``boundaries`` are the first layers of the stages and, last, the number of layers; ``strategies`` index the
-    strategies of the tables.
+    ``boundaries`` are the first layers of the stages and, last, the number of layers; ``strategies`` are indices into
+    the strategies of the tables.
     """
 
     boundaries: tuple[int, ...]
@@ -59,17 +59,17 @@ class Solution:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory of the fullest stage."""
+        """Peak memory per device of the fullest stage in bytes."""
         return max(stage.total_bytes for stage in self.stages)
 
     @property
     def known(self) -> "Solution | None":
-        """The solution itself; None where it stands for that no plan is known."""
+        """The solution itself; None for the placeholder without a plan."""
         return self if self.strategies else None
 
 
 def evaluate(tables: CostTables, boundaries: Sequence[int], strategies: Sequence[int]) -> Solution:
-    """Time and memory of this choice; raises `InvalidProblemError` if it is not a choice these tables allow."""
+    """Return time and memory of this choice. Raises `InvalidProblemError` if the tables do not allow it."""
     _check(tables, boundaries, strategies)
     stages = tuple(
         _stage_cost(tables, stage, range(start, end), strategies)
@@ -155,9 +155,9 @@ def _check(tables: CostTables, boundaries: Sequence[int], strategies: Sequence[i
 
 
 def group_equal_strategies(tables: CostTables, solution: Solution, room_bytes: int = 0) -> Solution:
-    """The solution with the strategies of every run of equal layers grouped, else unchanged.
+    """Return the solution with the strategies of every run of equal layers grouped.
 
-    So it is if that is slower, or takes more than before and than ``room_bytes``.
+    It is unchanged if grouping makes it slower, or if grouping takes more memory than before and than ``room_bytes``.
     """
     chosen = list(solution.strategies)
     runs = [

@@ -1,12 +1,12 @@
-"""The inner loops of the search, compiled by numba: everything that runs once per state, per layer or per cut.
+"""Inner loops of the search, compiled by numba: everything that runs once per state, per layer or per cut.
 
-They are loops over plain arrays, with shape and meaning as in the modules that call them. In numpy the same loops spend
-most of their time on calls, with arrays of a few dozen numbers. Sorting is left to numpy, and arrays to fill in are
-passed, since both would take longer to compile than to run.
+The kernels are loops over plain arrays, with shape and meaning as in the modules that call them. The same loops in
+numpy would spend most of their time on calls, with arrays of a few dozen numbers. Sorting is left to numpy, and the
+caller passes the arrays to fill in, because both would take longer to compile than to run.
 
-A wheel brings them compiled, for any processor of its architecture (`hatch_build.py`). From sources numba compiles them
-on first use (about three seconds) and caches them on disk beside this file or, where that is read-only, in the user's
-cache directory. With neither they run as they stand, tens of times slower, which is said once.
+A wheel contains the compiled kernels, for any processor of its architecture (`hatch_build.py`). In a source checkout
+numba compiles them on first use (about three seconds) and caches them on disk next to this file or, if that is
+read-only, in the user's cache directory. Without both they run uncompiled, tens of times slower, with one warning.
 
 Shapes: K layer types, O options of a layer type (padded), S strategies, F numbers of microbatches in flight, C switch
 classes and one more row for "no layer before", T different switch tables, J levels of transient peak, Q prices, L
@@ -29,12 +29,12 @@ Number = TypeVar("Number", np.int64, np.float64)
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 SIGNATURES: dict[str, str] = {}
-"""Of the kernels, by name: what the wheel's are compiled for."""
+"""Signatures by kernel name, for which the wheel's kernels are compiled."""
 _IN_WHEEL = f"{__package__}.compiled_kernels" if __package__ else ""
 
 
 def compiled(signature: str) -> Callable[[Kernel], Kernel]:
-    """Compiles a kernel of this signature, in the words of numba; that of the wheel takes its place."""
+    """Compile a kernel of this signature, in numba's notation, or replace it by the wheel's kernel."""
 
     def decorate(kernel: Kernel) -> Kernel:
         SIGNATURES[kernel.__name__] = signature
@@ -70,14 +70,14 @@ def completions(
     upper: IntArray,
     priced: FloatArray,
 ) -> None:
-    """Fills in the least priced cost, and the least bytes, of the layers from each position of a run to its end.
+    """Fill in the minimum priced cost and the minimum bytes of the layers from each position of a run to its end.
 
     ``rest`` [n + 1, J, Q, C + 1] is in seconds, by the class before; ``least`` [n + 1, J] in bytes; ``others`` [2,
-    n + 1] the bytes that these layers free at most, and keep at least; all come with zeros in the last position.
-    ``rows`` [K, 7, O] as in `StageCosts`, ``entry`` [T, S] and ``entry_s`` [T, C + 1, D] as in `Switches`. Level j
-    allows options that reach at most ``upper[j]`` when all layers behind have freed what they can; infinite (2^60
-    bytes) where some layer has none. ``priced`` [D] is room to work in: what is entered alike costs least whatever
-    it is entered from.
+    n + 1] the maximum bytes that these layers free and the minimum that they keep; all come with zeros in the last
+    position. ``rows`` [K, 7, O] as in `StageCosts`, ``entry`` [T, S] and ``entry_s`` [T, C + 1, D] as in `Switches`.
+    Level j allows options that reach at most ``upper[j]`` after all later layers have freed all that they can; results
+    are infinite (2^60 bytes) if some layer has no such option. ``priced`` [D] is work space: the minimum cost of the
+    options with the same entry number.
     """
     for position in range(len(layer_types) - 1, -1, -1):
         layer_type, freed = layer_types[position], others[0, position + 1]
@@ -125,10 +125,10 @@ def drop_useless(  # noqa: C901, PLR0912 (as `sweep`)
     limit_s: float,
     least: FloatArray,
 ) -> None:
-    """Moves the options that runs within the limit may hold to the front, and counts them; see `layers`.
+    """Move the options that runs within the limit may have to the front, and count them; see `layers`.
 
-    ``numbers`` [R, 3] are the layer types of a run, how many layers it has of each, and the bytes that those behind may
-    free. ``least`` [R, Q] is room to work in. Options of use are marked by a negative strategy meanwhile.
+    ``numbers`` [R, 3] are the layer types of a run, its number of layers of each, and the bytes that later layers may
+    free. ``least`` [R, Q] is work space. Useful options are temporarily marked by a negative strategy.
     """
     for level in range(len(upper)):
         for part in range(len(numbers)):
@@ -201,16 +201,16 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
     places: IntArray,
     values: FloatArray,
 ) -> int:
-    """Extends states by the options of one more layer; returns how many may still fit and be in time.
+    """Extend states by the options of one more layer; return the number that may still fit and meet the limit.
 
     ``states`` [8, N] as in `LayerStates`; ``options`` [7, O] as in `StageCosts`, of ``count`` options; ``switch``
-    [C + 1, S], and ``received`` like it the bytes that a stage receives, empty behind its first layer. ``buffers``
-    [B, 3], ``joined``, ``growth`` and ``repeats`` as in `StageCosts`; ``is_last`` tells whether this layer ends its
-    stage. ``prices`` [J, Q], ``completion`` [J, Q, C + 1] and ``rest_bytes`` [J] are for the layers still to come, as
-    are ``others``: the bytes that they free at most, that they keep at least, and the least that the last one works
-    with. Fills ``places`` [8, room] with new states, and ``values`` [2, room] with seconds and, if ``has_bounds``, the
-    lower bound of the whole run. Left out are those that another one with the same option beats, as `sweep` tells,
-    whose room to work in serves here too.
+    [C + 1, S] seconds and ``received`` [C + 1, S] bytes that a stage receives, empty after its first layer.
+    ``buffers`` [B, 3], ``joined``, ``growth`` and ``repeats`` as in `StageCosts`; ``is_last``: whether this layer ends
+    its stage. ``prices`` [J, Q], ``completion`` [J, Q, C + 1] and ``rest_bytes`` [J] are for the layers still to come,
+    as are ``others``: the maximum bytes that they free, the minimum that they keep, and the minimum transient bytes of
+    the last one. ``places`` [8, room] receives the new states, and ``values`` [2, room] their seconds and, if
+    ``has_bounds``, the lower bound of the whole run. States that another one with the same option beats are left out,
+    as in `sweep`, whose work space is used here too.
     """
     found, freed = 0, others[0]
     for option in range(count):
@@ -225,7 +225,7 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
         for state in range(states.shape[1]):
             taken, before = states[2, state] + options[2, option], states[7, state]
             if taken + smallest + least_peak > budget:
-                break  # as do all behind it, which come in order of bytes
+                break  # all later states, in order of bytes, are too large too
             if len(received) > 0:
                 taken += received[states[1, state], strategy]
             spent = seconds[state] + (switch[states[1, state], strategy] + own_seconds[option])
@@ -256,7 +256,7 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
                     beaten |= growth[known[1, came, 0, own], size] == 0
             if beaten:
                 continue
-            if spent < same[came, 0, level] and more == 0:  # those behind may take less than one that grew
+            if spent < same[came, 0, level] and more == 0:  # later states may take less than one that grew
                 same[came, 0, level] = spent
                 known[0, came, 0, level], known[1, came, 0, level] = taken + peak, size
             bound = np.inf
@@ -308,15 +308,15 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     classes: IntArray,
     buffers: IntArray,
 ) -> int:
-    """Moves the unbeaten of the `candidates` to the front of ``order``, which lists them by bytes; returns how many.
+    """Move the unbeaten `candidates` to the front of ``order``, which lists them by bytes; return their number.
 
-    ``detour`` [C + 1, C + 1] is at most so much longer takes whatever follows from the first class than from the
-    second; ``growth`` [B, B] as in `StageCosts`; ``slack_s`` as in `Pruning`. Only states of one entry are compared.
-    Room to work in, [entries times B, C + 1, J]: ``fastest`` so far at a level or below, ``same`` the fastest at the
-    very level and ``known`` what it takes with its transient, and without. ``classes`` [entries times B, C + 2] and
-    ``buffers`` [entries, B + 1]: how many classes, and places of buffers, unbeaten states have so far, and which.
-    Of equal bytes the faster one goes first, then the one with the smaller transient; with a slack the one with the
-    smaller transient beats others from there on.
+    ``detour`` [C + 1, C + 1] is the maximum additional time of whatever follows from the first class instead of the
+    second; ``growth`` [B, B] as in `StageCosts`; states within ``slack_s`` of another one count as beaten. Only states
+    of one entry are compared. Work space, [entries times B, C + 1, J]: ``fastest`` so far at a level or below, ``same``
+    the fastest at exactly the level, and ``known`` its bytes with and without its transient. ``classes``
+    [entries times B, C + 2] and ``buffers`` [entries, B + 1]: the number of classes, and of places of buffers, of
+    unbeaten states so far, and then these. Of equal bytes the faster state comes first, then the one with the smaller
+    transient; with a slack the one with the smaller transient beats others from there on.
     """
     sizes = len(growth)
     for index in order:
@@ -394,12 +394,12 @@ def drop_beaten(
     legal: BoolArray,
     kept: BoolArray,
 ) -> None:
-    """Keeps of the ``legal`` [K, S] strategies those than which no other of their class is better, or equal and first.
+    """Keep the ``legal`` [K, S] strategies that no other of their class beats, nor equals and precedes.
 
-    ``num_bytes``, ``stays`` (what is left of them once the layer has worked) and ``kept`` are [F, K, S], for F numbers
-    of microbatches in flight; ``kept`` comes with all legal ones. ``receives_less`` [T, D, D]: whether the first
-    ``entry`` [T, S] receives for no more than the second from any; ``apart`` [B, B]: so many bytes more may buffers
-    take in the end with the first than with the second, -1 where that depends on the layer behind.
+    ``num_bytes``, ``stays`` (the bytes left once the layer has worked) and ``kept`` are [F, K, S], for F numbers of
+    microbatches in flight; ``kept`` comes with all legal ones. ``receives_less`` [T, D, D]: whether the first ``entry``
+    [T, S] receives for no more than the second from any class; ``apart`` [B, B]: maximum additional bytes of buffers
+    with the first instead of the second, -1 if they depend on the next layer.
     """
     for layer_type in range(legal.shape[0]):
         less, enters = receives_less[table[layer_type]], entry[table[layer_type]]
@@ -432,9 +432,9 @@ def drop_beaten(
 def hull_slopes(
     layer_types: IntArray, count: IntArray, rows: IntArray, seconds: FloatArray, slopes: FloatArray, hull: IntArray
 ) -> int:
-    """Fills in the slopes, in seconds a byte, of the lower convex hulls of the options of these layer types; how many.
+    """Fill in the slopes, in seconds per byte, of the options' lower convex hulls; return their number.
 
-    ``rows`` [K, 4, O] as in `StageCosts`; ``slopes`` has room for all options, ``hull`` [O] is to work in.
+    ``rows`` [K, 4, O] as in `StageCosts`; ``slopes`` has a place for every option, ``hull`` [O] is work space.
     """
     found = 0
     for layer_type in layer_types:
@@ -491,14 +491,13 @@ def priced_prefixes(  # noqa: C901 (as `sweep`)
     ended: FloatArray,
     missing: IntArray,
 ) -> None:
-    """Fills in the priced cost of the first layers, and how many of them have no option in a level; see `bounds`.
+    """Fill in the priced cost of the first layers, and the number of them without an option in a level; see `bounds`.
 
-    ``layer_types`` are those of the ``layers`` [L], and ``lasts`` [K] those that they are where they end a stage;
-    ``freed`` is what all others free at most while an inner layer works, and ``least_end`` the least that a last layer
-    works with, at which all buffers are there. ``prefix`` [J, Q, L + 1] is in seconds,
-    ``ended`` the same with the last one ending a stage, and ``missing`` [J, L + 1] counts inner layers; all come
-    with zeros before all layers. ``least`` [K, Q] is to work in. ``ended`` rises: what a longer run is cheaper by
-    is left out.
+    ``layer_types`` are those of the ``layers`` [L], and ``lasts`` [K] their types at the end of a stage; ``freed`` is
+    the maximum that all others free while an inner layer works, and ``least_end`` the minimum transient bytes of a last
+    layer, at which all buffers exist. ``prefix`` [J, Q, L + 1] is in seconds, ``ended`` the same with the last one
+    ending a stage, and ``missing`` [J, L + 1] counts inner layers; all come with zeros before all layers. ``least``
+    [K, Q] is work space. ``ended`` rises: a run costs at most as much as every longer one.
     """
     for level in range(len(upper)):
         for turn in range(2):
@@ -541,7 +540,7 @@ def run_bounds(
     first_end: int,
     found: FloatArray,
 ) -> None:
-    """Fills [starts, ends] with lower bounds in seconds of the layers start..end-1 on a stage; see `bounds`.
+    """Fill [starts, ends] with lower bounds in seconds of the layers start..end-1 on a stage; see `bounds`.
 
     Starts and ends count up from the first ones. Infinite for runs without layers.
     """
@@ -573,7 +572,7 @@ def farthest(
     transfer_s: float,
     limit_s: float,
 ) -> int:
-    """The largest end whose `run_bounds` from ``start``, with the transfer, are within the limit, found by halving."""
+    """Return the largest end whose `run_bounds` from ``start``, with the transfer, are within the limit (bisection)."""
     low, high = start, missing.shape[1] - 1
     while low < high:
         end = (low + high + 1) // 2

@@ -1,37 +1,37 @@
-r"""One strategy per layer of a run of layers inside one stage: the dynamic program on frontiers.
+r"""Dynamic program on frontiers: one strategy per layer of a run of layers inside one stage.
 
-For layers $l = 1..n$ of a stage and an entry class $e$ (how the layer before the stage left its output), the program
-keeps, for each class $c$ of the last strategy and largest buffers $\beta$ so far, the states $(e, c, \beta, A, u, t)$
-that no other state of the same $e, c$ beats in all of $A, u, t$ even if its buffers grow to $\beta$, where
+The program keeps states for layers $l = 1..n$ of a stage and an entry class $e$ (the layout in which the layer before
+the stage left its output). For each class $c$ of the last strategy and largest buffers $\beta$ so far, these are the
+states $(e, c, \beta, A, u, t)$ that no other state of the same $e, c$ beats in all of $A, u, t$ even if its buffers
+grow to $\beta$, where
 
 $$A = \beta + \sum_l h_l, \quad u \leftarrow \max(u - f_l,\; u_l), \quad \beta = \max_l \beta_l, \quad
 t = \sum_l \big(t(k_l, s_l) + r(k_l, c_{l-1}, s_l)\big)$$
 
-as `steelyard.cost.memory` defines what a stage takes, $A + u$ once the last layer is there. Without a budget one pass
-therefore answers every budget. Before the last layer a state is also dropped for one of another class $c'$ that is
-smaller and so much faster that no next layer can make up for it, by
-$\max_s (r(k_{l+1}, c', s) - r(k_{l+1}, c, s))$ or more.
+as in `steelyard.cost.memory`; the memory of the stage is $A + u$ after the last layer. One pass without a budget
+therefore answers every budget. Before the last layer a state is also dropped for a smaller one of another class $c'$
+that is faster by at least $\max_s (r(k_{l+1}, c', s) - r(k_{l+1}, c, s))$, so that no next layer can make up for it.
 
-With a budget $B$ and a limit $\theta$ on the stage time a state is dropped as soon as no completion can fit, or can be
-fast enough. For every level $\tau$ that the transient peak may end on there must not be a price $\lambda \ge 0$ with
+With a budget $B$ and a limit $\theta$ on the stage time a state is dropped as soon as no completion can fit or be fast
+enough. For every level $\tau$ that the transient peak may end on there must not be a price $\lambda \ge 0$ with
 
 $$t + H_{\lambda,\tau}(c) + \lambda\,(A + \max(u - F, \tau) - B) > \theta, \qquad
 H_{\lambda,\tau}(c) = \min_{s_{l+1}..s_n:\, u(k, s) - F \le \tau} \sum (t + r + \lambda h)$$
 
-(weak duality), where $F$ is what the layers behind free at most; hence dropping never loses an optimum. Where there are
+(weak duality), where $F$ is the maximum that later layers free; hence dropping never loses an optimum. If there are
 many different peaks, neighbours share a level: the choice is then taken from its upper edge and the price paid for its
 lower one.
 
 | symbol             | name         | unit  | meaning                                                             |
 |--------------------|--------------|-------|---------------------------------------------------------------------|
 | $h$                | `bytes`      | bytes | `static_bytes` + microbatches in flight × `activation_bytes`        |
-| $f$                | `freed`      | bytes | gone once the layer has worked                                      |
-| $u$                | `transient`  | bytes | what the layer works with                                           |
-| $\beta$            | `buffers`    | bytes | what is gathered ahead of layers, and what they leave beside others |
-| $c$, $e$           | `group`      | –     | switch class: strategies from which every switch costs the same     |
-| $H_{\lambda,\tau}$ | `completion` | s     | least priced cost of the layers still to come                       |
-| $\tau$             | `levels`     | bytes | what the transient peak of the run may end on                       |
-| $\theta$           | `limit_s`    | s     | stage times above it are of no use to the caller                    |
+| $f$                | `freed`      | bytes | freed once the layer has worked                                     |
+| $u$                | `transient`  | bytes | working memory of the layer                                         |
+| $\beta$            | `buffers`    | bytes | gathered ahead of layers, and left by them while others work        |
+| $c$, $e$           | `group`      | –     | switch class: strategies from which every resharding costs the same |
+| $H_{\lambda,\tau}$ | `completion` | s     | minimum priced cost of the layers still to come                     |
+| $\tau$             | `levels`     | bytes | possible transient peak at the end of the run                       |
+| $\theta$           | `limit_s`    | s     | upper limit of useful stage times                                   |
 
 Source: Miao et al. 2022, Eq. 1; Wang et al. 2023, section 4.1 (forward memory and backward peak); the bound is
 Lagrangian duality as in Handler and Zang 1980 (constrained shortest paths).
@@ -52,58 +52,57 @@ from steelyard.search import kernels
 from steelyard.search.kernels import FloatArray, IntArray, Number
 
 MAX_LEVELS = 8
-"""Transient peaks told apart in the bounds; more are grouped, which weakens the bounds and loses nothing else."""
+"""Number of transient peaks distinguished in the bounds; more are grouped, which only weakens the bounds."""
 
 MAX_PRICES_PER_LEVEL = 4
 """Prices of memory tried for each level while states are extended: the best ones for the whole run, and 0."""
 
 MAX_TYPES_SCREENED = 32
-"""With more layer types than this in a run, its transient peaks are grouped into levels unseen."""
+"""Maximum number of layer types of a run whose transient peaks are screened before they are grouped into levels."""
 
 MAX_CANDIDATES = 2_000_000
-"""States times options of one layer; more of them take seconds and hundreds of megabytes."""
+"""Maximum of states times options of one layer; more take seconds and hundreds of megabytes."""
 
 FEW_CANDIDATES = 250_000
-"""Where there would be more than those, states are dropped that others nearly beat, until there are no more than
-these."""
+"""Target of states times options beyond that maximum: states that others nearly beat are dropped until it is met."""
 
 SLACK_PRECISION = 1.6
-"""By what factor at most the slack with which states are dropped is larger than one that leaves too many."""
+"""Maximum ratio of the slack with which states are dropped to a slack that leaves too many."""
 
 MANY_TIES = 256
-"""More candidates of equal bytes than these are sorted before `kernels.sweep`, which sorts by insertion."""
+"""Number of candidates of equal bytes above which they are sorted before `kernels.sweep`, which sorts by insertion."""
 
 NO_LIMIT_BYTES = 2**60
 NOTHING_BYTES = -(2**50)
 """Transient bytes before the first layer of a run."""
 
 ROUNDING = 1e-9
-"""Bounds are relaxed by this fraction, so that rounding in sums never drops an optimum."""
+"""Fraction by which bounds are relaxed, so that rounding in sums never drops an optimum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Switches:
-    """What redistribution costs by switch class, once for every different table of the layer types."""
+    """Cost of redistribution by switch class, once for every different table of the layer types."""
 
     group: IntArray
     """[S] switch class of each strategy as the sender"""
     num_groups: int
     table: IntArray
-    """[K] which of the T tables a layer type has"""
+    """[K] index of a layer type's table, of T"""
     sender: IntArray
     """[C] a strategy of each switch class"""
     seconds: FloatArray
     """[T, C + 1, S] from each switch class; the last row, all zeros, is for no layer before"""
     entry: IntArray
-    """[T, S] a number for what is paid to enter each strategy, from every class"""
+    """[T, S] entry number of each strategy; strategies with equal costs from every class share one"""
     entry_s: FloatArray
-    """[T, C + 1, D] the same as ``seconds``, by that number; zeros where there are fewer numbers"""
+    """[T, C + 1, D] ``seconds`` by entry number; zeros for numbers that a table does not have"""
     detour: FloatArray
-    """[T, C + 1, C + 1] at most so much more does a receiver pay from the first class than from the second"""
+    """[T, C + 1, C + 1] maximum additional cost of a receiver from the first class instead of the second"""
 
 
 class _Row:
-    """A part of ``rows`` under a name of its own."""
+    """A named part of ``rows``."""
 
     def __init__(self, place: int | tuple[slice, int]) -> None:
         self._place = place
@@ -115,32 +114,31 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageCosts:
-    """What the layer types cost on a stage with a given number of microbatches in flight.
+    """Costs of the layer types on a stage with a given number of microbatches in flight.
 
-    Arrays are [K, O] over the options worth considering; the first ``count`` of a layer type are meant, the rest is
-    padding.
+    Arrays are [K, O] over the options worth considering: the first ``count`` of a layer type, then padding.
     """
 
     switches: Switches
     count: IntArray
     rows: IntArray
-    """[K, 7, O] strategy, switch class, bytes, transient bytes, freed bytes, place among ``buffers``, and bytes of
-    these that a stage has until it ends"""
+    """[K, 7, O] strategy, switch class, bytes, transient bytes, freed bytes, place in ``buffers``, and bytes of these
+    buffers that a stage has until it ends"""
     seconds: FloatArray
     buffers: IntArray
-    """[B, 3] those of `CostTables` that layers have, or the largest of several of them, none of all first"""
+    """[B, 3] buffers of `CostTables` that layers have, and the maxima of several of them; first all zero"""
     joined: IntArray
-    """[B, B] the place of those that a stage has had at most, by the place of those before and of a layer's"""
+    """[B, B] place of a stage's largest buffers so far, by the place of those before and of a layer's"""
     growth: IntArray
-    """[B, B] what the first may still grow by until they are the second, in bytes; -1 if no bytes make up for it"""
+    """[B, B] bytes by which the first may still grow to become the second; -1 if no number of bytes makes up for it"""
     repeats: bool
-    """As in `CostTables`."""
+    """`CostTables.repeats`"""
     lasts: IntArray
-    """[K] as `CostTables.last_types`"""
+    """[K] `CostTables.last_types`"""
 
     @property
     def num_groups(self) -> int:
-        """Switch classes."""
+        """Number of switch classes."""
         return self.switches.num_groups
 
     strategy = _Row((slice(None), 0))
@@ -150,11 +148,11 @@ class StageCosts:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is freed and no buffers wait: then the peak of a run is that of one of its layers."""
+        """Whether nothing is freed and there are no buffers, so that the peak of a run is that of one of its layers."""
         return len(self.buffers) == 1 and not self.rows[:, 4].any()
 
     def most_freed(self, layer_types: Sequence[int]) -> int:
-        """What any of the layers of these types free at most."""
+        """Maximum bytes that layers of these types free together."""
         real = np.arange(self.rows.shape[2]) < self.count[:, None]
         return int(np.where(real, self.rows[:, 4], 0).max(axis=1)[list(layer_types)].sum())
 
@@ -185,15 +183,15 @@ class ChainFrontier:
 
     per_layer: tuple[LayerStates, ...]
     missed_s: float = 0.0
-    """By so much at most is a time above that of a state that was dropped since others nearly beat it."""
+    """Maximum excess in seconds over the time of a state that was dropped because others nearly beat it."""
 
     @property
     def last(self) -> LayerStates:
-        """The states after the last layer."""
+        """States after the last layer."""
         return self.per_layer[-1]
 
     def strategies(self, state: int) -> tuple[int, ...]:
-        """The strategy of each layer that leads to this state of the last layer."""
+        """Return the strategy of each layer that leads to this state of the last layer."""
         chosen: list[int] = []
         for states in reversed(self.per_layer):
             chosen.append(int(states.strategy[state]))
@@ -203,21 +201,21 @@ class ChainFrontier:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OptionTable:
-    """What every stage of one pipeline configuration shares."""
+    """Options that all stages of one pipeline configuration share."""
 
     tables: CostTables
     switches: Switches
     columns: tuple[IntArray, ...]
-    """The strategies that a stage may use, by its pool."""
+    """Strategies that a stage may use, by its pool."""
     receives_less: NDArray[np.bool_]
-    """[T, D, D] whether who has the first entry receives for no more than who has the second, from any"""
+    """[T, D, D] whether the first entry number receives for no more than the second, from any class"""
 
     def stage(self, stage: int) -> StageCosts:
-        """The costs of a stage with the microbatches that it has in flight, beaten strategies left out."""
+        """Return the costs of a stage with its microbatches in flight, without beaten strategies."""
         return self.costs([self.tables.pipeline.in_flight(stage)], self.tables.pool_of(stage))[0]
 
     def costs(self, flights: Sequence[int], pool: int = 0) -> list[StageCosts]:
-        """The same of stages of a pool with each of these numbers of microbatches in flight."""
+        """Return the costs of a stage of a pool for each of these numbers of microbatches in flight."""
         tables, columns, group = self.tables, self.columns[pool], self.switches.group
         num_bytes = np.stack([tables.held_bytes(in_flight) for in_flight in flights])
         freed = np.stack([tables.freed_of(in_flight) for in_flight in flights])
@@ -226,7 +224,7 @@ class OptionTable:
         buffer = buffer[1:].reshape(tables.legal.shape)
         more = buffers[:, None] - buffers
         apart = np.where(more[..., 0] <= 0, np.maximum(more[..., 1:], 0).sum(axis=2), -1)
-        apart[(buffers[:, None, 2] == 0) & (buffers[:, 2] > 0)] = -1  # then the last layer finds its own
+        apart[(buffers[:, None, 2] == 0) & (buffers[:, 2] > 0)] = -1  # depends on the last layer's own buffers
         held = np.where(tables.are_last[:, None], 0, (sizes[:, 1] + tables.repeats * sizes[:, 2]).reshape(buffer.shape))
         legal = np.take(tables.legal, columns, axis=1)
         kept = np.repeat(legal[None], len(flights), axis=0)
@@ -268,7 +266,10 @@ class OptionTable:
 
 
 def _joined(buffers: IntArray, first: set[int], inner: set[int], *, repeats: bool) -> dict[str, IntArray]:
-    """The fields of `StageCosts` of all that runs reach whose first layers have some of the buffers, others some."""
+    """Return the buffer fields of `StageCosts` for all buffers that runs reach.
+
+    ``first`` and ``inner`` are the places of the buffers of first and of other layers.
+    """
     values = list(map(tuple, buffers.tolist()))
     places, pairs = {value: place for place, value in enumerate(values)}, dict[tuple[int, int], int]()
     waiting, seen = [0], {0}
@@ -293,7 +294,7 @@ def _joined(buffers: IntArray, first: set[int], inner: set[int], *, repeats: boo
 
 
 def option_table(tables: CostTables) -> OptionTable:
-    """Switch classes of the strategies, and who receives for less, for all stages of a configuration."""
+    """Return the switch classes of the strategies and the order of their entries for all stages of a configuration."""
     first, table = _different_tables(tables)
     usable = tables.legal.any(axis=0)
     used = np.flatnonzero(usable if usable.any() else ~usable)
@@ -342,7 +343,7 @@ def option_table(tables: CostTables) -> OptionTable:
 
 
 def distinct(values: NDArray[Number]) -> NDArray[Number]:
-    """The different values of an array, rising: `np.unique`, in a third of the time and without loading `numpy.ma`."""
+    """Return the distinct values of an array, rising: `np.unique` in a third of the time and without `numpy.ma`."""
     rising = np.sort(values, axis=None)
     is_new = np.ones(len(rising), dtype=bool)
     is_new[1:] = rising[1:] != rising[:-1]
@@ -350,7 +351,7 @@ def distinct(values: NDArray[Number]) -> NDArray[Number]:
 
 
 def columns_no_larger(table: FloatArray) -> NDArray[np.bool_]:
-    """[S, S] whether the first column of a table [R, S] is nowhere larger than the second; equal ones compared once."""
+    """Return [S, S] whether the first column of a table [R, S] is nowhere larger than the second."""
     columns, which = _different_columns(table)
     return np.asarray(_no_larger(columns)[np.ix_(which, which)])
 
@@ -363,7 +364,7 @@ def _no_larger(columns: FloatArray) -> NDArray[np.bool_]:
 
 
 def _different_columns(table: FloatArray) -> tuple[FloatArray, IntArray]:
-    """[R, D] the different columns of a table [R, S], in order of their first place, and [S] which of them each is."""
+    """Return [R, D] the distinct columns of a table [R, S], in order of first occurrence, and [S] the index of each."""
     seen: dict[bytes, int] = {}
     plain = np.ascontiguousarray(table.T + 0.0)  # without negative zeros
     which = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in plain], dtype=np.int64)
@@ -371,8 +372,8 @@ def _different_columns(table: FloatArray) -> tuple[FloatArray, IntArray]:
 
 
 def _different_tables(tables: CostTables) -> tuple[list[int], IntArray]:
-    """Layer types with different switch tables or legal strategies, the first of each, and for every layer type which
-    one it is."""
+    """Return the first layer type of each combination of switch table and legal strategies, and [K] the index of each
+    layer type's combination."""
     seen: dict[tuple[object, bytes], int] = {}
     first: list[int] = []
     which: list[int] = []
@@ -392,11 +393,11 @@ class TimeIsUpError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pruning:
-    """When a state of the dynamic program may be dropped.
+    """Limits that allow a state of the dynamic program to be dropped.
 
-    ``budget_bytes`` is what the stage may hold and ``limit_s`` the longest time of use. ``prices`` (seconds per byte)
-    bound the completions; any values are valid, good ones drop more. ``width`` keeps only so many states after each
-    layer, the most promising by the bound: the answer is then a plan, but no longer proven best.
+    ``budget_bytes`` is the memory of the stage and ``limit_s`` the longest useful time. ``prices`` (seconds per byte)
+    bound the completions; any values are valid, good ones drop more. ``width`` is the number of states kept after each
+    layer, the most promising by the bound: the answer is then a plan, but not proven best.
     """
 
     budget_bytes: int
@@ -419,11 +420,11 @@ def chain_frontier(
     received: IntArray | None = None,
     is_last: bool = False,
 ) -> ChainFrontier:
-    """The frontier of a run of layers of these types, those of a stage; see the module.
+    """Return the frontier of a run of layers of these types on a stage; see the module.
 
-    ``entries`` are the switch classes that the layer before may have left (None: there is no layer before);
-    ``received`` [C + 1, S] the bytes that the first layer finds by them and its strategy; ``is_last``: no layer comes
-    after, so that classes may beat each other after the last layer too.
+    ``entries`` are the possible switch classes of the layer before (None: there is no layer before); ``received``
+    [C + 1, S] the bytes that the first layer receives by that class and its strategy; ``is_last``: no layer follows, so
+    that classes may beat each other after the last layer too.
     """
     entries = np.array([costs.num_groups]) if entries is None else entries
     rows = np.full((8, len(entries)), -1, dtype=np.int64)
@@ -444,7 +445,7 @@ def chain_frontier(
         else:
             detour = guide.nothing_follows if is_last else guide.anything_follows
         needed, have = len(states) * int(costs.count[layer_type]), room[0].shape[1]
-        if needed > have:  # else the same again, since the system hands out new pages slowly
+        if needed > have:  # else reuse the arrays: the system allocates new pages slowly
             size = max(needed, min(2 * have, MAX_CANDIDATES))
             room = np.empty((8, size), dtype=np.int64), np.empty((2, size))
         num_next = max(1, int(costs.count[list(layer_types[position + 1 : position + 2])].sum()))
@@ -459,7 +460,7 @@ def chain_frontier(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Guide:
-    """Bounds on what the layers still to come will add; position p is before layer p of the run."""
+    """Bounds on the cost of the layers still to come; position p is before layer p of the run."""
 
     pruning: Pruning
     lower: IntArray
@@ -470,18 +471,18 @@ class _Guide:
     completion: FloatArray
     """[n + 1, J, Q, C + 1] seconds"""
     rest_bytes: IntArray
-    """[n + 1, J] least bytes within the level"""
+    """[n + 1, J] minimum bytes within the level"""
     others: IntArray
-    """[n + 1, 3] what the layers still to come free at most and keep at least, and what the last one works with"""
+    """[n + 1, 3] maximum freed and minimum kept bytes of the layers still to come, and minimum transient of the last"""
     nothing_follows: FloatArray = field(repr=False)
     anything_follows: FloatArray = field(repr=False)
     """[C + 1, C + 1] detours after the last layer of the model, and of the run"""
 
 
 def peak_levels(peaks: IntArray, least: int | None = None) -> tuple[IntArray, IntArray]:
-    """Lower and upper edges of at most `MAX_LEVELS` levels that hold these transient peaks.
+    """Return lower and upper edges of at most `MAX_LEVELS` levels that contain these transient peaks.
 
-    With ``least`` they hold all that are no less.
+    With ``least`` they contain all peaks of at least that size.
     """
     different = distinct(peaks)
     if len(different) <= MAX_LEVELS:
@@ -496,10 +497,10 @@ def peak_levels(peaks: IntArray, least: int | None = None) -> tuple[IntArray, In
 
 
 def _possible_peaks(costs: StageCosts, layer_types: Sequence[int], peaks: IntArray, pruning: Pruning) -> IntArray:
-    """The transient peaks on which the run may end within budget and limit: the fewer, the finer are the levels.
+    """Return the transient peaks on which the run may end within budget and limit; fewer peaks make finer levels.
 
-    Each is bounded as in the module, at its own transient and without switches. Left as they are where there are as few
-    as levels anyway, or so many layer types that this would take longer than it saves.
+    Each is bounded as in the module, at its own transient and without resharding. All peaks are returned if they are no
+    more than the levels, or if there are so many layer types that screening would take longer than it saves.
     """
     different = distinct(peaks)
     numbers = Counter(layer_types)
@@ -523,7 +524,7 @@ def _possible_peaks(costs: StageCosts, layer_types: Sequence[int], peaks: IntArr
 def _levels(
     costs: StageCosts, layer_types: Sequence[int], pruning: Pruning, reach: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Lower and upper edges of the levels of ``reach`` [K, O], the transient peak, that a run is searched with."""
+    """Return lower and upper edges of the levels of ``reach`` [K, O], the transient peak, for the search of a run."""
     peaks = np.concatenate([reach[layer_type, : costs.count[layer_type]] for layer_type in set(layer_types)])
     if costs.is_plain:
         lower_bound = max(
@@ -537,10 +538,10 @@ def _levels(
 def _useful(
     costs: StageCosts, layer_types: Sequence[int], pruning: Pruning, levels: tuple[IntArray, IntArray]
 ) -> StageCosts:
-    """The costs with those options alone that some run within budget and limit may hold.
+    """Return the costs with only the options that some run within budget and limit may have.
 
-    A run with an option takes as much longer than the bound of all runs, at any price, as the option than the cheapest
-    of its type. Switches are left out.
+    At any price, a run with an option exceeds the bound of all runs by at least the excess of the option over the
+    cheapest of its type. Resharding is left out.
     """
     if np.isinf(pruning.limit_s):
         return costs
@@ -567,7 +568,7 @@ def _guide(
     pruning: Pruning,
     levels: tuple[IntArray, IntArray],
 ) -> _Guide:
-    """Completion bounds for every level at price 0 and at those of the prices that bound the whole run best."""
+    """Return completion bounds for every level at price 0 and at the prices that bound the whole run best."""
     lower, upper = levels
     completion = np.zeros((len(layer_types) + 1, len(lower), len(pruning.prices), costs.num_groups + 1))
     rest_bytes, others = (
@@ -612,7 +613,7 @@ _Room = tuple[IntArray, FloatArray]
 """[8, N] and [2, N] for `kernels.candidates` to fill in."""
 
 _Work = tuple[FloatArray, FloatArray, IntArray, IntArray, IntArray]
-"""For `kernels.sweep` to work in."""
+"""Work space of `kernels.sweep`."""
 
 _NOTHING = np.zeros((0, 0), dtype=np.int64)
 
@@ -638,9 +639,9 @@ def _extend(
     few: int,
     most: int,
 ) -> tuple[LayerStates, float]:
-    """The unbeaten states after one more layer, in order of bytes, and by how much they may be beaten.
+    """Return the unbeaten states after one more layer, in order of bytes, and the slack with which others were dropped.
 
-    That is 0 unless they would be more than ``most``: then there are ``few``.
+    The slack is 0 unless there would be more than ``most`` states; then at most ``few`` are kept.
     """
     (places, values), width = room, guide.pruning.width
     found = kernels.candidates(

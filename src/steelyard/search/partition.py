@@ -1,23 +1,24 @@
 r"""Cuts and strategies chosen together: the provably fastest plan of one pipeline configuration.
 
 The objective $T = \sum_i t_i + (m-1) \max_i t_i$ depends on the layers only through the stage times, and rises with
-each. So a run of layers $l..l'-1$ on stage $i$, entered from switch class $e$ and left in class $x$, is summed up by
-one number, its least time $w_i(l, l', e, x)$ within the memory of that stage. The search aims at a target $\hat T$:
+each of them. A run of layers $l..l'-1$ on stage $i$, entered from switch class $e$ and left in class $x$, is therefore
+described by one number, its minimum time $w_i(l, l', e, x)$ within the memory of the stage. The search has a target
+$\hat T$:
 
-1. *Windows*: where can stage $i$ begin, if every stage fits and none is too slow (`runs.possible_runs`)?
-2. *Runs*: which of them may a plan of $T \le \hat T$ hold, and how fast are they at best (`runs.solve_runs`)?
-3. *Joining* them into the fastest pipeline (`joining.join_runs`), and learning more of those of its runs of which not
-   enough is known, until nothing is left to learn.
+1. *Windows*: find where stage $i$ can begin if every stage fits and none is too slow (`runs.possible_runs`).
+2. *Runs*: find the minimum times of the runs that a plan of $T \le \hat T$ may hold (`runs.solve_runs`).
+3. *Joining*: join them into the fastest pipeline (`pipeline_dp.join_runs`), and solve its runs further until all of
+   them are known well enough.
 
-If a plan is found it is optimal, since everything dropped is slower than the target. If not, the target itself is a
-proven lower bound, and the search aims higher. It ends, since a first plan, found greedily, is always within reach.
+If a plan is found it is optimal, because everything dropped is slower than the target. If not, the target is a proven
+lower bound, and the next target is higher. The search ends because a first plan, found greedily, bounds the targets.
 
 | symbol   | name       | unit | meaning                              |
 |----------|------------|------|--------------------------------------|
-| $\hat T$ | `target_s` | s    | step time aimed at                   |
+| $\hat T$ | `target_s` | s    | target of the step time              |
 | $m$      | –          | –    | microbatches                         |
 
-Not modelled: what `CostTables` leaves out; the schedule's exact time comes from the simulator in `cost`.
+Not modelled: anything that `CostTables` leaves out; the exact time of the schedule comes from the simulator in `cost`.
 """
 
 import itertools
@@ -49,27 +50,27 @@ from steelyard.search.step_bounds import PricedLayers, least_step_s, least_withi
 Status = Literal["optimal", "feasible", "infeasible", "beaten"]
 
 FIRST_AIM = 0.0005
-"""The first target lies this far above the lower bound, relatively."""
+"""Relative distance of the first target above the lower bound."""
 
 AIM_GROWTH = 2.0
-"""Each next target lies so many times as far above the lower bound then known."""
+"""Factor by which this relative distance grows from one target to the next."""
 
 PRECISION = 0.001
-"""To which the least time of the slowest stage is found, relatively."""
+"""Relative precision of the minimum time of the slowest stage."""
 
 FIRST_PLAN_WIDTH = 32
-"""States kept per layer while a first plan is sought."""
+"""States kept per layer in the search for a first plan."""
 
 
 NO_PLAN = Solution(boundaries=(), strategies=(), stages=(), step_s=np.inf)
-"""Where none that fits is known."""
+"""Placeholder if no plan that fits is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearestMiss:
-    """How far the budget is from the least one that holds some plan, and what stands in the way.
+    """Distance of the budget from the smallest one that holds a plan, and the bottleneck.
 
-    ``layer`` is the layer of the binding stage that takes most bytes when the stage takes as few as it can.
+    ``layer`` is the largest layer of the bottleneck stage when that stage needs as few bytes as possible.
     """
 
     needed_bytes: int
@@ -80,11 +81,11 @@ class NearestMiss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigResult:
-    """The outcome for one pipeline configuration.
+    """Result of one pipeline configuration.
 
     ``optimal``: ``solution`` is proven best. ``feasible``: best so far when time ran out. ``infeasible``: see
-    ``miss`` (None where no budget helps). ``beaten``: proven slower than the cutoff, so not searched to the end;
-    ``solution`` may then be missing, as it is where time ran out before. ``lower_bound_s`` holds for every plan of the
+    ``miss`` (None if no budget helps). ``beaten``: proven slower than the cutoff and therefore not searched to the end,
+    or time ran out before its search; ``solution`` may then be missing. ``lower_bound_s`` holds for every plan of the
     configuration.
     """
 
@@ -94,12 +95,12 @@ class ConfigResult:
     miss: NearestMiss | None = None
 
     def at_least(self, bound_s: float) -> "ConfigResult":
-        """Return the outcome where no plan is known to take less than ``bound_s``."""
+        """Return the result with a lower bound of at least ``bound_s``."""
         return replace(self, lower_bound_s=max(self.lower_bound_s, bound_s))
 
     @property
     def gap(self) -> float:
-        """The fraction of the step time that is not proven necessary; 0 when optimal."""
+        """Fraction of the step time that is not proven necessary; 0 if optimal."""
         if self.solution is None or self.solution.step_s <= self.lower_bound_s or self.status == "optimal":
             return 0.0
         return 1 - self.lower_bound_s / self.solution.step_s
@@ -107,29 +108,29 @@ class ConfigResult:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prospect:
-    """A feasible configuration before its search: what is known cheaply."""
+    """A feasible configuration before its search, with bounds and boundaries that are cheap to compute."""
 
     prepared: PreparedTables
     lower_bound_s: float
     fitting: tuple[int, ...]
-    """boundaries of stages as long as their least memory allows"""
+    """boundaries of stages as long as their minimum memory allows"""
     filled: tuple[int, ...]
-    """boundaries of stages filled up to about the least maximum time"""
+    """boundaries of stages filled up to about the minimum time of the slowest stage"""
 
     @cached_property
     def least(self) -> Solution:
-        """A plan of little memory, which fits where nothing is freed."""
+        """Plan of little memory; it always fits if no layer frees memory."""
         tables, memories = self.prepared.tables, self.prepared.memories
         return evaluate(tables, self.fitting, least_memory_strategies(tables, memories, self.fitting))
 
     @property
     def fallback(self) -> Solution:
-        """The plan of little memory; `NO_PLAN` where it does not fit either."""
+        """Plan of little memory; `NO_PLAN` if it does not fit either."""
         return self.least if self.least.peak_bytes <= self.prepared.budget_bytes else NO_PLAN
 
     @property
     def miss(self) -> NearestMiss:
-        """What the plan of little memory needs."""
+        """Miss of the plan of little memory."""
         return miss_of(self.prepared.tables, self.least, self.prepared.budget_bytes)
 
     def settle(self, *, cutoff_s: float = np.inf, deadline: float | None = None) -> ConfigResult:
@@ -140,7 +141,7 @@ class Prospect:
         return replace(found, miss=self.miss) if found.status == "infeasible" else found
 
     def sketch(self) -> ConfigResult:
-        """Return a good plan of a configuration that is beaten already; no attempt is made to prove it best."""
+        """Return a good plan of a beaten configuration, without an attempt to prove it best."""
         return ConfigResult(status="beaten", solution=self._first.known, lower_bound_s=self.lower_bound_s)
 
     @property
@@ -150,7 +151,7 @@ class Prospect:
 
 
 def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | ConfigResult:
-    """A feasible configuration with a lower bound of its step time, or the proof that it is infeasible."""
+    """Return a feasible configuration with a lower bound of its step time, or the proof that it is infeasible."""
     known = of if isinstance(of, AnyBudget) else AnyBudget(of)
     tables = known.tables
     assert not tables.cross_layer_inputs, "`cross_layer_inputs` resolves them first"
@@ -162,7 +163,7 @@ def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | Co
         return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
     prepared = known.within(budget_bytes)
     low, high = prepared.fastest_total_s / tables.pipeline.num_stages, _slowest_total_s(tables)
-    while high - low > PRECISION * high:  # the least maximum of the stage bounds lies between them
+    while high - low > PRECISION * high:  # the minimum bound of the slowest stage lies between them
         middle = (low + high) / 2
         low, high = (low, middle) if filled_boundaries(prepared, middle) else (middle, high)
     even_s = (max(prepared.fastest_total_s, low) + (tables.num_passes - 1) * low) * (1 - ROUNDING)
@@ -175,7 +176,7 @@ def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | Co
 
 
 def miss_of(tables: CostTables, least: Solution, budget_bytes: int) -> NearestMiss:
-    """What a plan of little memory needs."""
+    """Return the miss of a plan of little memory."""
     sizes = [stage.total_bytes for stage in least.stages]
     stage = int(np.argmax(sizes))
     start, end = least.boundaries[stage], least.boundaries[stage + 1]
@@ -193,9 +194,9 @@ def miss_of(tables: CostTables, least: Solution, budget_bytes: int) -> NearestMi
 
 
 def quick_bound_s(tables: CostTables) -> float:
-    """A lower bound of the step time that ignores memory and switches: perfectly even stages of fastest strategies.
+    """Lower bound of the step time without memory and resharding: perfectly even stages of fastest strategies.
 
-    Infinite where a layer has no legal strategy.
+    Infinite if a layer has no legal strategy.
     """
     if tables.pools is not None:
         counts = np.bincount(tables.layers, minlength=len(tables.layer_types)).tolist()
@@ -214,7 +215,7 @@ def quick_bound_s(tables: CostTables) -> float:
 
 
 def bound_within_s(tables: CostTables, budget_bytes: int) -> float:
-    """As `quick_bound_s`, and in one pool whose layers all take time also by what they hold (`least_within_s`)."""
+    """Lower bound of the step time: `quick_bound_s`, and in one pool whose layers all take time `least_within_s`."""
     quick_s, takes_time = quick_bound_s(tables), tables.time_s[tables.legal].min(initial=np.inf) > 0
     if tables.pools is not None or quick_s == np.inf or not takes_time:
         return quick_s
@@ -222,7 +223,7 @@ def bound_within_s(tables: CostTables, budget_bytes: int) -> float:
 
 
 def first_plan(prepared: PreparedTables, boundaries: Sequence[int]) -> Solution | None:
-    """A good plan with these boundaries: stage after stage, few states each, the fastest end taken; None if stuck."""
+    """Return a good plan with these boundaries, built greedily stage by stage with few states; None if stuck."""
     strategies: list[int] = []
     entries = None
     for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
@@ -254,7 +255,7 @@ def _search_upwards(
 ) -> ConfigResult:
     """Raise the target from the lower bound until a plan is found, the best known one is reached or time is up.
 
-    The plan is proven up to what runs may have missed (`BestRuns.missed_s`).
+    The plan is proven optimal within `PreparedTables.missed_s`.
     """
     aim = FIRST_AIM
     slowest_s = _slowest_total_s(prepared.tables) * prepared.tables.num_passes * (1 + FIRST_AIM)
@@ -278,7 +279,7 @@ def _search_upwards(
 
 
 def _slowest_total_s(tables: CostTables) -> float:
-    """What the stages of no plan take longer than together."""
+    """Upper bound of the sum of the stage times of any plan, in seconds."""
     layer_types = list(tables.layers)
     slowest = np.where(tables.legal, tables.time_s, 0.0).max(axis=1)[layer_types].sum()
     return float(slowest + tables.switch_s.max(axis=(1, 2))[layer_types].sum()) + tables.all_received_s
@@ -292,10 +293,10 @@ def improve(
     boundaries: Sequence[int] | None = None,
     deadline: float | None = None,
 ) -> tuple[Solution, float]:
-    """A better plan, if there is one within the target (then the best), and a better lower bound of all plans.
+    """Return a better plan, the best one if it is within the target, and a better lower bound of all plans.
 
-    With ``boundaries``, of all plans with these. The best up to what runs may have missed. Raises `TimeIsUpError` after
-    the deadline.
+    With ``boundaries`` only plans with these count. The plan is the best within `PreparedTables.missed_s`. Raises
+    `TimeIsUpError` after the deadline.
     """
     aim = target_s * (1 + ROUNDING)
     stages = possible_runs(prepared, aim) if boundaries is None else runs_between(prepared, boundaries)
@@ -319,9 +320,9 @@ def improve(
 
 
 def _plan_of(prepared: PreparedTables, stages: Sequence[StageRuns], pipeline: Pipeline) -> Solution | None:
-    """The plan of a pipeline, with the best that is known of its hopeful runs; None where nothing is.
+    """Return the plan of a pipeline, with the best known states of its hopeful runs.
 
-    Or where it is too large: such a run was solved for another layer before.
+    None if no state is known of a run, or if the plan is too large because a run was solved after a different layer.
     """
     strategies: list[int] = []
     for runs, leg in zip(stages, pipeline.legs, strict=True):
@@ -334,7 +335,7 @@ def _plan_of(prepared: PreparedTables, stages: Sequence[StageRuns], pipeline: Pi
 
 
 def best_for_boundaries(prepared: PreparedTables, boundaries: Sequence[int]) -> Solution | None:
-    """The fastest plan with exactly these boundaries, or None if some stage cannot fit."""
+    """Return the fastest plan with exactly these boundaries, or None if some stage cannot fit."""
     spans = itertools.pairwise(boundaries)
     for memory, room_bytes, (start, end) in zip(prepared.memories, prepared.rooms, spans, strict=True):
         if memory.least_bytes(start, end) > room_bytes:

@@ -1,13 +1,13 @@
-r"""Joining runs of layers, stage after stage, into the fastest pipeline.
+r"""Dynamic program that joins runs of layers, stage after stage, into the fastest pipeline.
 
-For each place and switch class where the stages placed so far may end, the pairs (maximum $w$, total $v$) of stage
-times that nothing beats are kept; they are a frontier like that of bytes and seconds. A pair is extended by every run
-that begins there, and dropped if even the least total and the least maximum of the stages still to come
+The stages placed so far may end at several places and switch classes. The unbeaten pairs (maximum $w$, total $v$) of
+stage times are kept for each; they are a frontier like that of bytes and seconds. A pair is extended by every run
+that begins there, and dropped if even the minimum total and the minimum maximum of the stages still to come
 ($\underline v$, $\underline w$) leave the step time $v + \underline v + (m-1)\max(w, \underline w)$ above the aim.
 
-Of a run only the times up to a level are known. Whatever else it can do takes longer than that, so a *hopeful* run that
-takes just that long, and may be entered from any class and left in any, stands for it. The fastest pipeline with
-hopeful runs in it is a lower bound; one without is the answer.
+Only the times of a run up to a level are known; all others are longer. They are represented by a *hopeful* run that
+takes exactly the level and may be entered from any class and left in any. The fastest pipeline with hopeful runs is a
+lower bound; one without them is the answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +22,9 @@ from steelyard.search.runs import BestRuns, PreparedTables, StageRuns, rest_boun
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Joined:
-    """Unbeaten ways to place the first stages: where they end, their class, total and maximum time.
+    """Unbeaten placements of the first stages: their end, class, total and maximum time.
 
-    Class C + 1 is that of a hopeful run: whichever suits the next one.
+    Class C + 1 is that of a hopeful run, which matches any next run.
     """
 
     place: IntArray
@@ -65,12 +65,12 @@ class Pipeline:
 
     @property
     def hopeful(self) -> tuple[int, ...]:
-        """Stages of which more has to be known."""
+        """Stages whose runs have to be solved further."""
         return tuple(stage for stage, leg in enumerate(self.legs) if leg.state < 0)
 
 
 def join_runs(prepared: PreparedTables, stages: Sequence[StageRuns], aim_s: float) -> Pipeline | None:
-    """The fastest pipeline with a step time within the aim, hopeful runs included, or None."""
+    """Return the fastest pipeline with a step time within the aim, hopeful runs included, or None."""
     rest_total, rest_worst = rest_bounds(stages)
     groups = prepared.bounds[0].costs.num_groups
     limits = time_limits(prepared, stages, aim_s)
@@ -107,9 +107,9 @@ def join_runs(prepared: PreparedTables, stages: Sequence[StageRuns], aim_s: floa
 
 
 def reduce_groups(group: IntArray, first: FloatArray, second: FloatArray) -> IntArray:
-    """Indices of the points that no point of their own group beats; ordered by group, then ``first``.
+    """Return indices of the points that no point of their own group beats, ordered by group, then ``first``.
 
-    Of equal points the first is kept.
+    The first of equal points is kept.
     """
     order = np.lexsort((second, first, group))
     rank = np.unique(second, return_inverse=True)[1][order]
@@ -121,7 +121,7 @@ def reduce_groups(group: IntArray, first: FloatArray, second: FloatArray) -> Int
 
 
 def _matches(before: Joined, moves: Transitions, num_groups: int) -> tuple[IntArray, IntArray]:
-    """All pairs (index of a placement, index of a run) where the run begins where the placement ends."""
+    """Return all pairs (index of a placement, index of a run) in which the run begins where the placement ends."""
     have = before.place * (num_groups + 2) + before.group
     offered = moves.start * (num_groups + 2) + moves.entry
     first, last = np.searchsorted(offered, have, side="left"), np.searchsorted(offered, have, side="right")
@@ -132,7 +132,7 @@ def _matches(before: Joined, moves: Transitions, num_groups: int) -> tuple[IntAr
 
 
 def _legs(joined: Sequence[Joined], transitions: Sequence[Transitions], last: int) -> Iterator[Leg]:
-    """The legs of the pipeline that ends in this placement, last stage first."""
+    """Yield the legs of the pipeline that ends in this placement, last stage first."""
     for placed, moves in zip(reversed(joined[1:]), reversed(transitions), strict=True):
         run = int(placed.run[last])
         yield Leg(start=int(moves.start[run]), end=int(moves.end[run]), state=int(moves.state[run]))
@@ -140,7 +140,7 @@ def _legs(joined: Sequence[Joined], transitions: Sequence[Transitions], last: in
 
 
 def transitions_of(runs: StageRuns, limit_s: FloatArray, num_groups: int) -> Transitions:
-    """All runs of one stage that may be within their limits: as known, and hopeful."""
+    """Return all runs of one stage that may be within their limits, known and hopeful."""
     parts = [_known(runs, place, best) for place, best in runs.found.items() if runs.bound_s[place] <= limit_s[place]]
     parts += [_into_any(part, num_groups) for part in parts]
     parts.append(_hopeful(runs, limit_s, num_groups))
@@ -158,7 +158,7 @@ def transitions_of(runs: StageRuns, limit_s: FloatArray, num_groups: int) -> Tra
 
 
 Part = tuple[IntArray, FloatArray]
-"""[5, n] start, end, entry, exit and state, and their seconds."""
+"""[5, n] start, end, entry, exit and state, and [n] seconds."""
 
 
 def _known(runs: StageRuns, place: tuple[int, int], best: BestRuns) -> Part:
@@ -168,7 +168,7 @@ def _known(runs: StageRuns, place: tuple[int, int], best: BestRuns) -> Part:
 
 
 def _into_any(part: Part, num_groups: int) -> Part:
-    """The fastest of these runs for each exit, entered after a hopeful run."""
+    """Return the fastest of these runs for each exit, entered after a hopeful run."""
     numbers, seconds = part
     order = np.lexsort((seconds, numbers[3]))
     fastest = order[np.unique(numbers[3][order], return_index=True)[1]]
@@ -178,7 +178,7 @@ def _into_any(part: Part, num_groups: int) -> Part:
 
 
 def _hopeful(runs: StageRuns, limit_s: FloatArray, num_groups: int) -> Part:
-    """Runs that take their level, from each class into whichever suits."""
+    """Return hopeful runs: each takes exactly its level, from each entry class into any exit class."""
     rows, columns = np.nonzero(runs.level_s <= limit_s)
     size, classes = len(rows), num_groups + 2
     numbers = np.empty((5, size * classes), dtype=np.int64)

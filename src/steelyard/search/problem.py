@@ -1,8 +1,8 @@
-"""Problem files: cost tables as versioned JSON, so that anyone can bring tables of their own and have them solved.
+"""Problem files: cost tables as versioned JSON, so that users can search their own tables.
 
 A file holds a name, a budget and one or more pipeline configurations. Tables list one number for each of the
-configuration's ``strategies``, in their order; see `CostTables` for what the numbers mean. Strategies are written as in
-a plan, for example ``fsdp4-tp2+sp remat=full``.
+configuration's ``strategies``, in their order; `CostTables` defines the numbers. Strategies are written as in a plan,
+for example ``fsdp4-tp2+sp remat=full``.
 
 ```json
 {
@@ -24,15 +24,15 @@ a plan, for example ``fsdp4-tp2+sp remat=full``.
 }
 ```
 
-A configuration may list cross-layer inputs, values that layers read besides the output of the layer before them
+A configuration may list cross-layer inputs: values that layers read besides the output of the layer before them
 (positions count from 0; rows of ``seconds`` are the strategies of the source, columns those of a reader). Files with
-cross-layer inputs are of version 2, all others of version 1.
+cross-layer inputs have version 2, all others version 1.
 
 ```json
 "side_inputs": [{"source": 0, "readers": [1], "seconds": [[0.0, 0.002], [0.001, 0.0]]}]
 ```
 
-Everything is checked when read: unknown keys, missing, negative or non-finite numbers and ragged tables raise
+Files are checked on reading: unknown keys, missing, negative or non-finite numbers and ragged tables raise
 `InvalidProblemError` with the place in the file.
 """
 
@@ -77,7 +77,7 @@ class LayerTypeCosts(_Part):
 
 
 class SwitchCosts(_Part):
-    """Switch costs towards layers of these types: row = strategy of the layer before, column = of the layer."""
+    """Resharding costs before layers of these types: row = strategy of the layer before, column = of the layer."""
 
     kinds: list[str]
     seconds: Annotated[list[Row], FailFast()]
@@ -99,7 +99,7 @@ class CrossLayerInputCosts(_Part):
 
 
 class ConfigCosts(_Part):
-    """One pipeline configuration; ``samples`` is its global batch, 1 where all configurations have the same."""
+    """One pipeline configuration; ``samples`` is its global batch, 1 if all configurations have the same."""
 
     num_stages: LayerCount
     num_microbatches: Microbatches
@@ -127,7 +127,7 @@ class ProblemFile(_Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """What a problem file holds, ready to be searched."""
+    """Content of a problem file, ready to be searched."""
 
     name: str
     budget_bytes: int | None
@@ -136,7 +136,7 @@ class Problem:
 
 
 def solve_problem(problem: Problem, budget_bytes: int | None = None, **options: Any) -> SearchResult:
-    """`search` on a problem within its own budget or another one; raises `InvalidProblemError` without any."""
+    """Search a problem within its own budget or another one. Raises `InvalidProblemError` if there is none."""
     budget = problem.budget_bytes if budget_bytes is None else budget_bytes
     if budget is None:
         raise InvalidProblemError(
@@ -148,7 +148,7 @@ def solve_problem(problem: Problem, budget_bytes: int | None = None, **options: 
 
 
 def save_problem(path: Path, problem: Problem) -> None:
-    """Write a problem as JSON; reading it back gives equal tables. Raises `UserError` if it cannot be written."""
+    """Write a problem as JSON, losslessly. Raises `UserError` if it cannot be written."""
     content = ProblemFile(
         version=2 if any(tables.cross_layer_inputs for tables in problem.configs) else 1,
         name=problem.name,
@@ -162,12 +162,12 @@ def save_problem(path: Path, problem: Problem) -> None:
 
 
 def load_problem(path: Path) -> Problem:
-    """Read a problem file; raises `InvalidProblemError` naming the place in it and what was expected there."""
+    """Read a problem file. Raises `InvalidProblemError` with the place in the file and the expected content."""
     return _problem(parse_file(path, ProblemFile, InvalidProblemError, what="problem"))
 
 
 def parse_problem(content: object) -> Problem:
-    """The problem that this parsed JSON describes; raises `InvalidProblemError`."""
+    """Return the problem that this parsed JSON describes. Raises `InvalidProblemError` if it is invalid."""
     return _problem(parse_value(content, ProblemFile, InvalidProblemError, what="problem"))
 
 
@@ -233,7 +233,7 @@ def _config_costs(tables: CostTables, samples: int) -> ConfigCosts:
 
 
 def _named(config: ConfigCosts, place: str) -> CostTables:
-    """The tables of a configuration; whatever is wrong with them is named by its place in the file."""
+    """Return the tables of a configuration; errors name the place in the file."""
     try:
         return _tables(config)
     except UserError as error:
@@ -317,7 +317,7 @@ def _expect_length(row: Sequence[object], size: int, place: str) -> None:
 
 
 def _expect_once(names: Iterable[str], place: str, expected: Sequence[str] | None = None) -> None:
-    """Every name once; and exactly the expected ones, where given."""
+    """Raise `InvalidProblemError` unless every name occurs once and, if given, the expected names are listed."""
     listed = list(names)
     if len(set(listed)) < len(listed) or (expected is not None and set(listed) != set(expected)):
         wanted = "each layer type once" + (f", of {', '.join(expected)}" if expected is not None else "")

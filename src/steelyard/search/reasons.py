@@ -1,10 +1,10 @@
-r"""Which strategies can be of no use to a layer type, and why: what `explain` says about all that was not chosen.
+r"""Illegal and dominated strategies of each layer type, with the reasons that `explain` gives.
 
-A strategy $s$ is dominated by $d$ for the layer type $k$ if wherever $s$ stands, $d$ could stand instead: with
-$t_{kd} \le t_{ks}$, $u_{kd} \le u_{ks}$, $a_{kd} + n\,b_{kd} \le a_{ks} + n\,b_{ks}$ for the microbatches $n$ in flight
-on every stage, and no switch to it or from it dearer. The dynamic program drops such strategies stage by stage
-(`layers`); here one is dominated on all stages at once. Of two that are equal in all of this, the first one stays. To
-leave a dominated strategy out never changes the best step time within any budget.
+A strategy $s$ is dominated by $d$ for the layer type $k$ if $d$ can always replace $s$: with $t_{kd} \le t_{ks}$,
+$u_{kd} \le u_{ks}$, $a_{kd} + n\,b_{kd} \le a_{ks} + n\,b_{ks}$ for the microbatches $n$ in flight on every stage, and
+no resharding to it or from it more expensive. The dynamic program drops such strategies stage by stage (`layers`); here
+a strategy must be dominated on all stages. The first of two equal strategies stays. Leaving a dominated strategy out
+never changes the best step time within any budget.
 
 | symbol        | name             | unit  | meaning                                       |
 |---------------|------------------|-------|-----------------------------------------------|
@@ -29,8 +29,10 @@ NOT_ALLOWED = "the tables do not allow it"
 def strategy_verdicts(
     tables: CostTables, why_illegal: Callable[[int, Strategy], str | None] = lambda *_: None
 ) -> tuple[StrategyVerdict, ...]:
-    """A verdict for each layer type and strategy of a configuration; ``why_illegal`` words the reason for a layer
-    type's index."""
+    """Return a verdict for each layer type and strategy of a configuration.
+
+    ``why_illegal`` gives the reason for the index of a layer type and a strategy.
+    """
     dominator = dominators(tables)
     return tuple(
         _verdict(tables, layer_type, index, int(dominator[layer_type, index]), why_illegal)
@@ -41,7 +43,7 @@ def strategy_verdicts(
 
 
 def dominators(tables: CostTables) -> NDArray[np.int64]:
-    """[K, S] an undominated strategy that dominates this one; −1 for one that is undominated or illegal itself."""
+    """Return [K, S] an undominated strategy that dominates this one; −1 if it is undominated or illegal itself."""
     found = np.full(tables.legal.shape, -1, dtype=np.int64)
     for layer_type, beats in enumerate(_beats(tables)):
         beaten = beats.any(axis=0)
@@ -51,7 +53,7 @@ def dominators(tables: CostTables) -> NDArray[np.int64]:
 
 
 def _beats(tables: CostTables) -> NDArray[np.bool_]:
-    """[K, S, S] the first may always stand for the second; of two equal ones, the one that is listed first."""
+    """Return [K, S, S] whether the first can always replace the second; of two equal ones, the one listed first."""
     may_beat = tables.legal[:, :, None] & tables.legal[:, None, :] & ~np.eye(len(tables.strategies), dtype=bool)
     for table in (tables.time_s, tables.transient_bytes):
         may_beat &= table[:, :, None] <= table[:, None, :]
@@ -69,8 +71,8 @@ def _beats(tables: CostTables) -> NDArray[np.bool_]:
 
 
 def _no_dearer_switches(tables: CostTables) -> NDArray[np.bool_]:
-    """[K, S, S] no legal receiver pays more after the first than after the second, nor does the layer type to
-    receive."""
+    """Return [K, S, S] whether resharding after the first costs no legal receiver more than after the second, and
+    resharding to the first costs the layer type no more than to the second."""
     switches = tables.switches
     paid = np.where(tables.legal[:, None, :], switches, 0.0).transpose(0, 2, 1)
     as_sender = columns_no_larger(paid.reshape(-1, len(tables.strategies)))
@@ -92,7 +94,7 @@ def _verdict(
 
 
 def _compared(tables: CostTables, layer_type: int, index: int, dominator: int) -> str:
-    """In what the dominating strategy is better; it is nowhere worse."""
+    """Say in which quantities the dominating strategy is better; it is worse in none."""
     better = [
         name
         for name, table in (

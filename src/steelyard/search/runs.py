@@ -1,23 +1,23 @@
-r"""Runs of layers on a stage: which ones a fast plan may hold, how long each may take, and its exact least time.
+r"""Runs of layers that a stage of a fast plan may hold, with their time limits and exact minimum times.
 
 A plan of step time $\hat T$ or less that puts the layers $l..l'-1$ on stage $i$ spends at least $\underline v$ seconds
-in the other stages together and $\underline w$ in the slowest of them. So the stage itself may take at most
+in the other stages together and $\underline w$ in the slowest of them. The stage itself may therefore take at most
 
 $$t \le \frac{\hat T - \underline v}{m} \;\text{ if that is } \ge \underline w, \qquad
 t \le \hat T - \underline v - (m-1)\,\underline w \;\text{ otherwise.}$$
 
-Runs whose bound exceeds their limit are left out. The others are solved, those with least room first, since every
-least time raises the bounds of the others and so leaves them less room. Solving takes the longer the looser its limit,
-and a stage that is not the slowest has much room. So a run is first solved within a limit just above its bound, and
-further only when `pipeline_dp` asks for it: what is known of a run are its exact times up to a `level`, and that it
-takes longer than that otherwise. Equal runs are solved once.
+Runs whose bound exceeds their limit are left out. The others are solved, those with the least slack first, because
+every minimum time raises the bounds of the others and leaves them less slack. A looser limit makes solving slower, and
+a stage that is not the slowest has much slack. A run is therefore first solved within a limit just above its bound, and
+further only if `pipeline_dp` asks for it: the times of a run are exact up to a `level`, and all others are longer.
+Equal runs are solved once.
 
 | symbol           | name                 | unit | meaning                                              |
 |------------------|----------------------|------|------------------------------------------------------|
-| $\hat T$         | `aim_s`              | s    | step time aimed at                                   |
-| $\underline v$   | `others`             | s    | least total of the stages before and after           |
-| $\underline w$   | `slowest`            | s    | least maximum of the stages before and after         |
-| $m$              | `num_passes`         | –    | microbatches, times chunks where interleaved         |
+| $\hat T$         | `aim_s`              | s    | target of the step time                              |
+| $\underline v$   | `others`             | s    | minimum total of the stages before and after         |
+| $\underline w$   | `slowest`            | s    | minimum of the slowest of these stages               |
+| $m$              | `num_passes`         | –    | microbatches, times chunks if interleaved            |
 """
 
 from collections.abc import Iterable, Sequence
@@ -51,17 +51,17 @@ from steelyard.search.layers import (
 )
 
 FIRST_STEP = 0.001
-"""A run is first solved up to so much above its bound, relatively."""
+"""Relative distance above its bound up to which a run is first solved."""
 
 STEP_GROWTH = 2.0
-"""Each time that is not enough, so many times as much."""
+"""Factor by which that distance grows each time it is not enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BestRuns:
-    """Least times of one run by entry and exit class, exact up to the level, and how to recover them.
+    """Minimum times of one run by entry and exit class, exact up to the level, with the chain that reaches them.
 
-    Where the chain missed states times and level may be above the true ones by so much.
+    If the chain dropped states, times and level may exceed the true ones by its ``missed_s``.
     """
 
     level_s: float
@@ -74,52 +74,52 @@ class BestRuns:
 
     @property
     def bound_s(self) -> float:
-        """The least time of the run if known, else the level."""
+        """Minimum time of the run if known, else the level."""
         return min(float(self.seconds.min(initial=np.inf)), self.level_s)
 
     def best(self) -> tuple[int, ...]:
-        """The strategies of the fastest state known; there must be one."""
+        """Return the strategies of the fastest known state; there must be one."""
         return self.chain.strategies(int(self.state[np.argmin(self.seconds)]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedTables:
-    """One `CostTables` prepared for partitioning; ``solved`` remembers what is known of runs."""
+    """One `CostTables` prepared for partitioning; ``solved`` caches runs."""
 
     tables: CostTables
     budget_bytes: int
     rooms: tuple[int, ...]
-    """[P] budget less overhead"""
+    """[P] budget minus overhead"""
     memories: list[StageMemory]
     bounds: list[StageBounds]
     fastest_total_s: float
-    """Least sum of the stage times, memory and switches ignored."""
+    """Minimum sum of the stage times, without memory and resharding."""
     fitting: list[IntArray]
-    """[P] of [L] the largest end of a run that fits on a stage from each layer; none where stages lie in one pool."""
+    """[P] of [L] the largest end of a run that fits on a stage from each layer; empty if there is one pool."""
     solved: dict[tuple[object, ...], BestRuns] = field(default_factory=dict)
     run_bounds: dict[StageBounds, FloatArray] = field(default_factory=dict)
-    """[L, L] of each of the bounds, by first layer and last; as `reaches` asks for them."""
+    """[L, L] bounds by first and last layer, filled in by `reaches`."""
 
     @property
     def missed_s(self) -> float:
-        """By so much at most are the step times of the best plans above the least, since runs missed states."""
+        """Maximum excess of a best plan's step time over the true minimum, because runs may have dropped states."""
         longest = max((runs.chain.missed_s for runs in self.solved.values()), default=0.0)
         return longest * (self.tables.pipeline.num_stages + self.tables.num_passes - 1)
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers of the model."""
         return len(self.tables.layers)
 
     def exits(self, stage: int) -> IntArray:
-        """The switch classes that the last layer of a stage may leave."""
+        """Return the switch classes that the last layer of a stage may have."""
         if self.tables.pools is None:
             return np.arange(self.bounds[stage].costs.num_groups)
         costs = self.bounds[stage].costs
         return distinct(costs.switches.group[self.tables.legal_on(stage).any(axis=0)])
 
     def received(self, stage: int) -> IntArray | None:
-        """[C + 1, S] bytes that the first layer of a stage finds by the class of the layer before and its strategy."""
+        """Return [C + 1, S] bytes that the first layer of a stage receives, by the class before and its strategy."""
         if stage == 0 or self.tables.received is None:
             return None
         by_layout = self.tables.received.num_bytes(stage, self.tables.pipeline.in_flight(stage))
@@ -128,7 +128,7 @@ class PreparedTables:
         return np.concatenate([by_strategy, np.zeros_like(by_strategy[:1])])
 
     def reaches(self, limit_s: float) -> list[IntArray]:
-        """[P] of [L] the largest end of a run from each layer that fits on a stage and has a bound within the limit."""
+        """Return [P] of [L] the largest end of a run from each layer that fits and has a bound within the limit."""
         starts = np.arange(self.num_layers)
         within: dict[StageBounds, IntArray] = {}
         for bounds in dict.fromkeys(self.bounds):
@@ -138,44 +138,44 @@ class PreparedTables:
         return [np.minimum(fits, within[bounds]) for fits, bounds in zip(self.fitting, self.bounds, strict=True)]
 
     def step_s(self, total: FloatArray, worst: FloatArray) -> FloatArray:
-        """Step times from the sums and the maxima of the stage times."""
+        """Return step times from the sums and the maxima of the stage times."""
         more = self.tables.num_passes - 1
         return total + more * worst if more else total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageRuns:
-    """The runs that one stage may hold: first layers, ends, and what is known of each, [starts, ends]."""
+    """The runs that one stage may hold: first layers, ends, and [starts, ends] of known bounds and times."""
 
     starts: IntArray
     ends: IntArray
     bound_s: FloatArray
-    """lower bounds of the time, exact where the run has been solved"""
+    """lower bounds of the time, exact if the run has been solved"""
     level_s: FloatArray
-    """times of the run up to this are known"""
+    """limits up to which the times of the runs are known"""
     found: dict[tuple[int, int], BestRuns]
     """by index of first layer and of end"""
 
 
 class AnyBudget:
-    """What the search of tables within any budget begins with, made when first asked for."""
+    """Cost tables with the parts of their search that are independent of the budget, computed on first use."""
 
     def __init__(self, tables: CostTables) -> None:
         self.tables = tables
 
     @cached_property
     def memories(self) -> list[StageMemory]:
-        """[P] of the stages."""
+        """[P] memory of the stages."""
         return stage_memories(self.tables)
 
     @cached_property
     def least_bytes(self) -> int | None:
-        """The bytes of a device that every plan takes at least; None where some layer has no legal strategy."""
+        """Lower bound of the bytes per device of every plan; None if some layer has no legal strategy."""
         return least_budget(self.tables, self.memories)
 
     @cached_property
     def least_plan(self) -> Solution | None:
-        """A plan of little memory, the least where nothing is freed; None where some layer has no legal strategy."""
+        """Plan of little memory, the minimum if nothing is freed; None if some layer has no legal strategy."""
         tables, memories, needed = self.tables, self.memories, self.least_bytes
         boundaries = None if needed is None else furthest_boundaries(tables, memories, needed)
         if boundaries is None:
@@ -184,7 +184,7 @@ class AnyBudget:
 
     @cached_property
     def _bounds(self) -> list[StageBounds]:
-        """[P] options, dominance and bounds of every stage without room; stages that are alike share theirs."""
+        """[P] bounds of every stage, with a memory of 0 bytes; identical stages share one object."""
         tables, options = self.tables, option_table(self.tables)
         alike = [tables.likeness(stage) for stage in range(tables.pipeline.num_stages)]
         costs: dict[tuple[int, int], StageCosts] = {}
@@ -197,7 +197,7 @@ class AnyBudget:
         return [shared[each] for each in alike]
 
     def within(self, budget_bytes: int) -> PreparedTables:
-        """The tables prepared for a budget."""
+        """Return the tables prepared for a budget."""
         tables, rooms = self.tables, self.tables.rooms(budget_bytes)
         fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
         shared = {
@@ -216,7 +216,7 @@ class AnyBudget:
 
 
 def smallest_peak_bytes(tables: Iterable[AnyBudget]) -> int | None:
-    """Return the fewest bytes of a device in which some of these tables have a plan; None where none has."""
+    """Return the fewest bytes per device in which some of these tables have a plan; None if none has."""
     found: int | None = None
     of_least = [(each.least_bytes, place, each) for place, each in enumerate(tables) if each.least_bytes is not None]
     for least_bytes, _, each in sorted(of_least, key=lambda one: one[:2]):
@@ -228,7 +228,7 @@ def smallest_peak_bytes(tables: Iterable[AnyBudget]) -> int | None:
 
 
 def filled_boundaries(prepared: PreparedTables, limit_s: float) -> tuple[int, ...] | None:
-    """Boundaries with as many layers on each stage as fit and as the bounds allow within the limit; None if too few."""
+    """Return boundaries that fill each stage as far as memory and the time limit allow; None if layers are left."""
     if prepared.tables.pools is not None:
         return boundaries_within(prepared.tables, prepared.reaches(limit_s))
     boundaries = [0]
@@ -243,7 +243,7 @@ def filled_boundaries(prepared: PreparedTables, limit_s: float) -> tuple[int, ..
 
 
 def possible_runs(prepared: PreparedTables, aim_s: float) -> list[StageRuns] | None:
-    """For each stage the window of first layers and of ends, with bounds; None if some window is empty."""
+    """Return the window of first layers and of ends of each stage, with bounds; None if some window is empty."""
     more = prepared.tables.num_passes - 1
     limit = (aim_s - prepared.fastest_total_s) / more if more else aim_s
     latest, earliest = [0], [prepared.num_layers]
@@ -263,7 +263,7 @@ def possible_runs(prepared: PreparedTables, aim_s: float) -> list[StageRuns] | N
 
 
 def runs_between(prepared: PreparedTables, boundaries: Sequence[int]) -> list[StageRuns]:
-    """The one run of each stage that these boundaries leave."""
+    """Return the single run of each stage between these boundaries."""
     return _runs_of(prepared, [np.array([place]) for place in boundaries])
 
 
@@ -276,7 +276,10 @@ def _runs_of(prepared: PreparedTables, windows: Sequence[IntArray]) -> list[Stag
 
 
 def rest_bounds(stages: Sequence[StageRuns]) -> tuple[list[FloatArray], list[FloatArray]]:
-    """For each stage and each start, the least total and the least maximum from there to the end; one entry more."""
+    """Return the minimum total and the minimum of the slowest stage from each stage and start to the end.
+
+    The last entry, of zeros, is for the end.
+    """
     totals, worsts = [np.zeros(len(stages[-1].ends))], [np.zeros(len(stages[-1].ends))]
     for runs in reversed(stages):
         totals.append(np.min(runs.bound_s + totals[-1], axis=1))
@@ -285,7 +288,7 @@ def rest_bounds(stages: Sequence[StageRuns]) -> tuple[list[FloatArray], list[Flo
 
 
 def time_limits(prepared: PreparedTables, stages: Sequence[StageRuns], aim_s: float) -> list[FloatArray]:
-    """[starts, ends] per stage: the longest time of use; minus infinity where no plan within the aim passes."""
+    """Return [starts, ends] per stage: the time limit of each run; minus infinity if no plan within the aim has it."""
     rest_total, rest_worst = rest_bounds(stages)
     total, worst = np.zeros(1), np.zeros(1)
     more = prepared.tables.num_passes - 1
@@ -303,10 +306,10 @@ def time_limits(prepared: PreparedTables, stages: Sequence[StageRuns], aim_s: fl
 def solve_runs(
     prepared: PreparedTables, stages: Sequence[StageRuns], aim_s: float, deadline: float | None = None
 ) -> None:
-    """Find the least time of every run that a plan within the aim may hold, those with least room first."""
+    """Find the minimum time of every run that a plan within the aim may hold, those with the least slack first."""
     while True:
         limits = time_limits(prepared, stages, aim_s)
-        rooms = []  # [starts, ends] between bound and limit, relative to the limit; infinite if of no use or known
+        rooms = []  # [starts, ends] slack between bound and limit, relative to the limit; infinite if useless or known
         for runs, limit in zip(stages, limits, strict=True):
             wanted = (runs.bound_s >= runs.level_s) & (runs.bound_s <= limit)
             room = np.full(limit.shape, np.inf)
@@ -328,7 +331,7 @@ def solve_further(
     limit_s: float,
     deadline: float | None,
 ) -> None:
-    """Learn more of one run: its times up to the next step above its level, but not beyond the limit."""
+    """Solve one run up to the next step above its level, but not beyond the limit."""
     span = (int(runs.starts[place[0]]), int(runs.ends[place[1]]))
     level = float(runs.level_s[place])
     layer_types = np.array(prepared.tables.run_types(range(*span)), dtype=np.int32).tobytes()
@@ -358,7 +361,7 @@ def best_runs(
     step: float,
     deadline: float | None = None,
 ) -> BestRuns:
-    """Least times of one run by entry and exit class, as far as they are within the level."""
+    """Return the minimum times of one run by entry and exit class that are within the level."""
     tables, bounds = prepared.tables, prepared.bounds[stage]
     groups = bounds.costs.num_groups
     is_last = stage == prepared.tables.pipeline.num_stages - 1

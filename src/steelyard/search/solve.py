@@ -1,12 +1,12 @@
-"""The fastest plan over all pipeline configurations within a memory budget, with proof, alternatives and reasons.
+"""Search for the fastest plan of all pipeline configurations within a memory budget, with proof and alternatives.
 
-Every `CostTables` is one configuration (stages, microbatches, schedule). They are visited in order of their lower
-bounds, and each is solved exactly unless it is proven slower than the alternatives already in hand. Tables are made
-when they are first asked for (`OnDemand`): most configurations are beaten by the time of their computation alone.
-Ties are broken by the order in which the tables were given, so equal inputs give equal results.
+Every `CostTables` is one configuration (stages, microbatches, schedule). Configurations are visited in order of their
+lower bounds, and each is solved exactly unless it is proven slower than the plans already found. Tables are built on
+first use (`OnDemand`): most configurations are beaten by the time of their computation alone. Ties are broken by the
+order of the given tables, so equal inputs give equal results.
 
-With ``samples`` (the global batch of each configuration) configurations compete on seconds per sample instead of
-seconds per step.
+If ``samples`` (the global batch of each configuration) is given, configurations compete on seconds per sample instead
+of seconds per step.
 """
 
 import heapq
@@ -31,12 +31,12 @@ from steelyard.units import format_bytes, format_seconds
 
 
 class OnDemand:
-    """The cost tables of a pipeline configuration, made when first asked for.
+    """Cost tables of a pipeline configuration, built on first use.
 
-    No plan of them takes less than ``least_s`` seconds; infinite where no plan can run. Where tables are dear, a
-    sharper bound comes before them: ``sharpen`` returns the configurations that take this one's place, given the
-    seconds beyond which none need be told apart, and ``missing_bytes`` how much more memory a configuration of infinite
-    bound needs at least, or the most that is asked about.
+    ``least_s`` is a lower bound of the step time in seconds, infinite if no plan can run. If tables are expensive, a
+    sharper bound comes first: ``sharpen`` returns the configurations that replace this one, given a time in seconds
+    above which bounds need not be exact. ``missing_bytes`` returns a lower bound of the memory that a configuration of
+    infinite bound lacks, at most the given one.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OnDemand:
 
     @classmethod
     def of(cls, tables: "CostTables | OnDemand") -> "OnDemand":
-        """Tables that are there already, of whose plans nothing is known beforehand."""
+        """Wrap tables that are already built, without a bound of their plans."""
         if isinstance(tables, OnDemand):
             return tables
         found = cls(tables.pipeline, 0.0, lambda: tables)
@@ -63,46 +63,46 @@ class OnDemand:
 
     @property
     def tables(self) -> CostTables:
-        """The tables themselves."""
+        """Cost tables of the configuration."""
         return self.any_budget.tables
 
     @property
     def any_budget(self) -> AnyBudget:
-        """The tables, with what every search of them begins with."""
+        """Tables with the parts of their search that are independent of the budget."""
         if self._known is None:
             self._known = AnyBudget(self._make())
         return self._known
 
     @property
     def is_made(self) -> bool:
-        """Whether the tables are there."""
+        """Whether the tables are built."""
         return self._known is not None
 
     def bounded(self, least_s: float) -> "OnDemand":
-        """The same tables, of which it is known that no plan takes less than ``least_s``."""
+        """Return the same tables with ``least_s`` as a lower bound of the step time."""
         found = OnDemand(self.pipeline, max(least_s, self.least_s), lambda: self.tables)
         found._known = self._known
         return found
 
     def narrowed(self, narrow: Callable[[CostTables], CostTables]) -> "OnDemand":
-        """What is left of the tables when ``narrow`` has taken choices away."""
+        """Return the tables that ``narrow`` reduces to fewer choices."""
         return OnDemand(self.pipeline, self.least_s, lambda: narrow(self.tables))
 
 
 Choices = Callable[[CostTables], Sequence[Choice]]
-"""The plans of a configuration that count, where not all do."""
+"""Function that returns the choices to which the plans of a configuration are restricted."""
 TIME_LIMIT_S = 300.0
-"""What a search takes at most where nobody says otherwise. Most take seconds."""
+"""Default time limit of a search in seconds. Most searches take seconds."""
 MOST_MISSES = 16
-"""Configurations that do not fit of which the nearest miss is looked for where only given choices count."""
+"""Maximum number of infeasible configurations whose miss is computed if plans are restricted to given choices."""
 REFUSED = ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf)
-"""Of a configuration of which its bounds show that no plan fits."""
+"""Result of a configuration whose bounds show that no plan fits."""
 SearchStatus = Literal["optimal", "feasible", "infeasible"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ConfigOutcome:
-    """One configuration, what the search found for it, and why it won, lost or does not fit."""
+    """One configuration with its search result and the reason why it won, lost or does not fit."""
 
     index: int
     """position in the tables given"""
@@ -113,7 +113,7 @@ class ConfigOutcome:
 
     @property
     def tables(self) -> CostTables:
-        """The tables that were searched, made if they were not."""
+        """Tables of the configuration, built if they were not."""
         return self.given.tables
 
     @property
@@ -123,49 +123,48 @@ class ConfigOutcome:
 
     @property
     def solution(self) -> Solution:
-        """The plan found; only for outcomes that have one."""
+        """Plan found; only for outcomes that have one."""
         assert self.result.solution is not None, "asked for the solution of a configuration that has none"
         return self.result.solution
 
     @property
     def score_s(self) -> float:
-        """What configurations compete on: seconds per step, or per sample where samples were given; infinite if no
-        plan."""
+        """Seconds per step, or per sample if samples were given; infinite without a plan."""
         return self.result.solution.step_s / self.samples if self.result.solution else np.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SearchResult:
-    """Outcome of a search.
+    """Result of a search.
 
-    ``optimal``: `best` is proven. ``feasible``: time ran out, `gap` says what may be left. ``infeasible``: nothing
-    fits and `nearest_miss` (with ``nearest_index``, its configuration) says what would.
+    ``optimal``: `best` is proven. ``feasible``: time ran out, and `gap` bounds the possible gain. ``infeasible``:
+    nothing fits, and `nearest_miss` (of the configuration ``nearest_index``) is the smallest amount missing.
     """
 
     status: SearchStatus
     budget_bytes: int
     ranked: tuple[ConfigOutcome, ...]
-    """Configurations with a plan, best first; the first ones, as many as asked for, are exact."""
+    """Configurations with a plan, best first; the first ones, in the number requested, are exact."""
     configs: tuple[ConfigOutcome, ...]
     """Every configuration, in the order given."""
     lower_bound_s: float
-    """No plan of any configuration is faster (seconds per step, or per sample)."""
+    """Lower bound over all configurations (seconds per step, or per sample)."""
     nearest_miss: NearestMiss | None = None
     nearest_index: int | None = None
 
     @property
     def best(self) -> ConfigOutcome | None:
-        """The fastest plan and its configuration, or None where nothing fits."""
+        """Fastest plan and its configuration, or None if nothing fits."""
         return self.ranked[0] if self.ranked else None
 
     @property
     def alternatives(self) -> tuple[ConfigOutcome, ...]:
-        """The best plans of the other configurations, fastest first."""
+        """Best plans of the other configurations, fastest first."""
         return self.ranked[1:]
 
     @property
     def gap(self) -> float:
-        """The fraction of the best time that is not proven necessary; 0 when optimal, 1 when there is no plan."""
+        """Fraction of the best time that is not proven necessary; 0 if optimal, 1 if there is no plan."""
         if self.best is None:
             return 1.0
         if self.status == "optimal" or self.best.score_s <= self.lower_bound_s:
@@ -186,14 +185,14 @@ def search(
     cutoff_s: float = np.inf,
     progress: Callable[[str], None] = lambda _: None,
 ) -> SearchResult:
-    """The fastest plan over these configurations within the budget per device.
+    """Return the fastest plan of these configurations within the budget per device.
 
     The best ``num_exact`` configurations are solved to proof; a configuration proven slower than those is left as
     beaten. The most promising ``num_alternatives`` of the beaten ones still get a good plan, not proven best of its
-    configuration. With another ``partition`` than exact every configuration is cut that way, for comparison, and
-    nothing is proven. When the time is up, all others are beaten once there is a plan, and without one those that have
-    no tables yet. Of ``choices``, where given, a configuration has those plans alone. Plans
-    above ``cutoff_s`` are not looked for.
+    configuration. A ``partition`` other than exact cuts every configuration that way, for comparison, and proves
+    nothing. When the time is up, all remaining configurations count as beaten if there is a plan, and those without
+    tables if there is none. ``choices`` restricts the plans of every configuration. Plans above ``cutoff_s`` are not
+    searched for.
 
     Raises `InvalidProblemError` if there are no configurations, or not one entry of ``samples`` for each.
     """
@@ -230,11 +229,11 @@ def _solve_in_order(
     cutoff_s: float,
     progress: Callable[[str], None],
 ) -> list[ConfigResult]:
-    """A result for each configuration: always the one of least bound next, first to sharpen its bound, then to solve
-    it.
+    """Return a result for each configuration.
 
-    A bound is that known beforehand, that of the tables, and that within the budget. Where one that is sharpened
-    beforehand becomes several, the lists grow.
+    The configuration of the lowest bound is always next, first to sharpen its bound, then to solve it. Bounds are the
+    given one, that of the tables, and that within the budget. The lists grow if sharpening replaces one configuration
+    by several.
     """
     num_exact, num_alternatives = wanted
     results: dict[int, ConfigResult] = {}
@@ -282,7 +281,7 @@ def _solve_in_order(
 
 
 def _cut_by(partition: Partition, tables: CostTables, budget_bytes: int, choices: Choices | None) -> ConfigResult:
-    """The plan of a configuration, or the fastest one of its choices without runs of remat, cut this way."""
+    """Return the plan of a configuration, or of its fastest choice without leading recomputed blocks, cut this way."""
     if choices is None:
         return partition_with(partition, tables, budget_bytes)
     best = REFUSED
@@ -297,7 +296,7 @@ def _cut_by(partition: Partition, tables: CostTables, budget_bytes: int, choices
 
 
 def _chosen(tables: CostTables, choices: Choices, budget_bytes: int) -> ChoiceProspect | ConfigResult:
-    """A configuration of which these choices alone count."""
+    """Restrict a configuration to these choices."""
     ordered = tuple(sorted(choices(tables), key=lambda each: each.least_s))
     if not ordered:
         return REFUSED
@@ -305,8 +304,7 @@ def _chosen(tables: CostTables, choices: Choices, budget_bytes: int) -> ChoicePr
 
 
 def _sharpen(given: list[OnDemand], samples: list[int], index: int, cutoff_s: float) -> list[int]:
-    """Puts the configurations into the lists that take the place of one; returns the places of those that may have a
-    plan."""
+    """Replace a configuration in the lists by its sharper ones; return the places of those that may have a plan."""
     sharpen = given[index].sharpen
     assert sharpen is not None, "asked of a configuration whose bound can be sharpened"
     given[index], *others = sharpen(cutoff_s * samples[index])
@@ -317,8 +315,8 @@ def _sharpen(given: list[OnDemand], samples: list[int], index: int, cutoff_s: fl
 
 
 def _find_nearest(given: Sequence[OnDemand], results: list[ConfigResult], budget_bytes: int) -> None:
-    """Replaces the results of configurations without tables, which do not fit, until none can miss less than the
-    nearest."""
+    """Replace the results of configurations without tables, which do not fit, until none can miss by less than the
+    nearest one."""
     least = min((each.miss.miss_bytes for each in results if each.miss is not None), default=IMPOSSIBLE)
     refused = [
         (each.missing_bytes(least), index)
@@ -339,7 +337,7 @@ def _find_nearest_choice(
     budget_bytes: int,
     choices: Choices,
 ) -> None:
-    """Replaces the results of the configurations whose choices may take the least memory."""
+    """Replace the results of the configurations whose choices may need the least memory."""
     prospects = []
     for index, each in enumerate(given):
         found = _chosen(each.tables, choices, budget_bytes) if each.is_made else REFUSED
@@ -393,7 +391,7 @@ def _summary(
 
 
 def _reason(given: OnDemand, result: ConfigResult, score_s: float, fastest_s: float, budget_bytes: int) -> str:
-    """One sentence on why a configuration won, lost or does not fit."""
+    """Return one sentence on why a configuration won, lost or does not fit."""
     if result.status == "infeasible" or result.lower_bound_s == np.inf:
         return _why_infeasible(given, result, budget_bytes)
     if result.status == "beaten" and result.solution is None:

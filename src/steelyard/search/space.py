@@ -1,17 +1,16 @@
-r"""The strategy space: every way in which the $G$ devices of one stage may share the work of one layer.
+r"""Strategy space: every way in which the $G$ devices of one stage may share the work of one layer.
 
 A layer takes one leaf of the papers' decision tree: an ordered factorisation $G = d_1 d_2 \cdots d_j$ in which every
-factor is at least 2 and carries a parallelism dimension of its own, the outermost level first. Beyond the papers, a
-level that shards may have a degree of 1 where another level follows it (``fsdp1-cp8``). The rules are
+factor is at least 2 and has its own parallelism dimension, the outermost level first. Beyond the papers, a level that
+shards may have degree 1 if another level follows it (``fsdp1-cp8``). The rules are
 
 1. groups are equal, so the degrees divide $G$ (any $G$: primes of the count, not only powers of two);
 2. a parallelism dimension appears on one level only;
-3. order matters: tensor parallelism may lie on neighbouring or on strided ranks; what a dimension cannot stand beside
-or
-   inside, it says itself (`steelyard.plan.dimensions`);
+3. order matters: tensor parallelism may use neighbouring or strided ranks; each dimension defines what it cannot be
+   combined with or nested in (`steelyard.plan.dimensions`);
 4. in the papers' space only one dimension divides samples in one layer (this prunes the tree).
 
-Each leaf is then multiplied by the modes that its dimensions allow and by the remat choices.
+Each leaf is then combined with the modes that its dimensions allow and with the remat choices.
 
 Source: Miao et al. 2022 (arXiv 2211.13878), section 3.2; Wang et al. 2023 (arXiv 2307.02031) for remat as a leaf.
 Not modelled here: divisibility by heads, width, vocabulary and batch, which `cost` marks as illegal per layer type.
@@ -38,42 +37,43 @@ from steelyard.plan.strategy import Remat, Strategy, divisors
 
 
 def paper_dimensions() -> tuple[Dimension, ...]:
-    """The dimensions of Galvatron's decision tree."""
+    """Return the dimensions of Galvatron's decision tree."""
     return tuple(dimension for dimension in DIMENSIONS.values() if dimension.is_of_papers)
 
 
 def paper_values() -> dict[str, tuple[Value, ...]]:
-    """The values of modes that Galvatron's decision tree has, where these are not all."""
+    """Return the values of modes in Galvatron's decision tree, for modes that it restricts."""
     return {key: mode.of_papers for key, (_, mode) in modes().items() if mode.of_papers is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpaceOptions:
-    """Which leaves of the decision tree are offered.
+    """Options that select the leaves of the decision tree.
 
     ``max_degrees`` bounds the degrees of dimensions, by name. ``devices_per_node`` bounds the span of groups of
-    dimensions that stay in a node (a degree times those of the levels inside it), which keeps strided ones inside a
-    node as well. ``aligned_only`` keeps the leaves whose levels are whole axes of the stage mesh, which the runtime
-    needs.
+    dimensions that stay in a node (a degree times those of the levels inside it), which also keeps strided groups
+    inside a node. ``aligned_only`` keeps the leaves whose levels are whole axes of the stage mesh, as the runtime
+    requires.
     """
 
     dimensions: tuple[Dimension, ...] = field(default_factory=paper_dimensions)
     modes: Mapping[str, tuple[Value, ...]] = field(default_factory=paper_values)
-    """The values of modes that are offered; all of those that are not named."""
+    """Values offered by mode; modes that are not named have all values."""
     remats: tuple[Remat, ...] = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
     mixes_samples: bool = False
-    """Whether one layer may divide its samples by two dimensions, which the papers' rules forbid."""
+    """Whether two dimensions may divide the samples of one layer, which the papers' rules forbid."""
     max_degrees: Mapping[str, int] = field(default_factory=dict)
     devices_per_node: int | None = None
     aligned_only: bool = True
     layers: tuple[LayerType, ...] = ()
-    """The layer types that the strategies are for."""
+    """Layer types that the strategies are for."""
     insists: Callable[[Strategy], bool] | None = None
-    """What is offered although its dimension finds it not worth a search; None where that is nothing."""
+    """Test for strategies that are offered although their dimension considers them not worth a search; None for
+    none."""
 
 
 def enumerate_strategies(num_devices: int, options: SpaceOptions | None = None) -> tuple[Strategy, ...]:
-    """All strategies for a stage of ``num_devices`` devices, fewest levels first, in an order that never changes."""
+    """Return all strategies for a stage of ``num_devices`` devices, fewest levels first, in a deterministic order."""
     options = options or SpaceOptions()
     return tuple(
         strategy
@@ -84,12 +84,12 @@ def enumerate_strategies(num_devices: int, options: SpaceOptions | None = None) 
 
 
 def enumerate_levels(num_devices: int, dimensions: tuple[Dimension, ...]) -> tuple[Levels, ...]:
-    """The unpruned tree: every ordered product of degrees, each with a dimension of its own, that spans the devices."""
+    """Return the unpruned tree: every ordered product of degrees, each with its own dimension, over all devices."""
     return tuple(_levels_in(num_devices, dimensions, None))
 
 
 def _levels_in(num_devices: int, dimensions: tuple[Dimension, ...], devices_per_node: int | None) -> Iterator[Levels]:
-    """The same, without groups that have to stay in a node and would not (`_reach`)."""
+    """Yield the tree without groups that have to stay in a node and would not (`_reach`)."""
     for levels in _products_in(num_devices, dimensions, devices_per_node):
         yield levels
         if has_following(levels) and not shard_levels(levels):
@@ -100,7 +100,7 @@ def _levels_in(num_devices: int, dimensions: tuple[Dimension, ...], devices_per_
 
 
 def _products_in(num_devices: int, dimensions: tuple[Dimension, ...], devices_per_node: int | None) -> Iterator[Levels]:
-    """Those of them with degrees of 2 or more."""
+    """Yield the levels of that tree with degrees of 2 or more."""
     levelled = tuple(dimension for dimension in dimensions if dimension.is_level)
     products = [tuple(_ordered_factorisations(num_devices, depth)) for depth in range(len(levelled) + 1)]
     own = {
@@ -121,7 +121,7 @@ def _products_in(num_devices: int, dimensions: tuple[Dimension, ...], devices_pe
 
 
 def _ordered_factorisations(number: int, depth: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write ``number`` as a product of ``depth`` factors of 2 or more, largest first factor first."""
+    """Yield all ways to write ``number`` as a product of ``depth`` factors of 2 or more, largest first factor first."""
     if depth == 0:
         if number == 1:
             yield ()
@@ -132,7 +132,7 @@ def _ordered_factorisations(number: int, depth: int) -> Iterator[tuple[int, ...]
 
 
 def mixing(levels: Levels, options: SpaceOptions) -> str | None:
-    """Why these levels are not in the space, whatever the modes, or None where they are."""
+    """Return why these levels are not in the space, whatever the modes, or None if they are."""
     dimensions = [level.dimension for level in levels]
     sharing = [dimension.name for dimension in dimensions if dimension.divides is Divides.SAMPLES]
     if len(sharing) > 1 and not options.mixes_samples:
@@ -142,7 +142,7 @@ def mixing(levels: Levels, options: SpaceOptions) -> str | None:
 
 
 def _refusals_of_levels(levels: Levels, options: SpaceOptions) -> Iterator[str | None]:
-    """Those of the reasons of `refusal` that hold for every leaf of these levels."""
+    """Yield the reasons of `refusal` that hold for every leaf of these levels."""
     yield _reach(levels, options)
     yield mixing(levels, options)
     if options.insists is None:
@@ -151,7 +151,7 @@ def _refusals_of_levels(levels: Levels, options: SpaceOptions) -> Iterator[str |
 
 
 def _reach(levels: Levels, options: SpaceOptions) -> str | None:
-    """Why these degrees are not offered, or None where they are."""
+    """Return why these degrees are not offered, or None if they are."""
     for position, level in enumerate(levels):
         most, node = options.max_degrees.get(level.dimension.name), options.devices_per_node
         if most is not None and level.degree > most:
@@ -162,10 +162,9 @@ def _reach(levels: Levels, options: SpaceOptions) -> str | None:
 
 
 def _leaves(levels: Levels, options: SpaceOptions) -> Iterator[Strategy]:
-    """The leaves that are offered of those that share these levels: all modes of their dimensions, and remat
-    everywhere.
+    """Yield the offered leaves with these levels: all modes of their dimensions, each with all remat choices.
 
-    What a layer recomputes is no reason to refuse a leaf, but where something is insisted on.
+    Remat is a reason to refuse a leaf only if ``options.insists`` is given.
     """
 
     def is_offered(leaf: Strategy) -> bool:
@@ -193,7 +192,7 @@ def _values(levels: Levels, mode: Mode, options: SpaceOptions) -> tuple[Value, .
 
 
 def refusal(strategy: Strategy, options: SpaceOptions) -> str | None:
-    """Why a strategy is not offered under these options, or None where it is."""
+    """Return why a strategy is not offered under these options, or None if it is."""
     return next((reason for reason in _refusals(strategy, options) if reason), None)
 
 
@@ -215,7 +214,7 @@ def _refusals(strategy: Strategy, options: SpaceOptions) -> Iterator[str | None]
 
 
 def _refusals_of_leaf(strategy: Strategy, options: SpaceOptions) -> Iterator[str | None]:
-    """Those that the levels and options from which leaves are made leave open."""
+    """Yield the reasons of `refusal` that are specific to a leaf, beyond its levels and the options' choices."""
     if options.aligned_only and not strategy.is_aligned:
         yield f"the levels of {strategy.parallel} are not runs of the stage mesh"
     if options.insists is None or not options.insists(strategy):

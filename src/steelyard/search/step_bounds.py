@@ -1,23 +1,23 @@
-r"""What no pipeline over unlike stages is faster than, from the layers' times and bytes alone.
+r"""Lower bounds of the step time of pipelines over different stages, from the layers' times and bytes alone.
 
-On stage $i$ of $P$ a layer of type $k$ under strategy $s$ takes $t_i(k, s)$ seconds and $b_i(k, s)$ bytes or more of
-the $B_i$ that the stage has room for. The slowest stage takes at least any weighted mean of all, with $\mu \ge 0$ and
-$\sum_i \mu_i = 1$, and a stage saves nothing by paying a price $\lambda_i \ge 0$ for its bytes and being paid for its
-room. So
+On stage $i$ of $P$ a layer of type $k$ under strategy $s$ takes $t_i(k, s)$ seconds and at least $b_i(k, s)$ of the
+$B_i$ bytes of the stage. The slowest stage takes at least any weighted mean of all, with $\mu \ge 0$ and
+$\sum_i \mu_i = 1$, and a stage does not get cheaper if it pays a price $\lambda_i \ge 0$ for its bytes and is paid for
+its budget. Hence
 
 $$T = \sum_i t_i + (m-1) \max_i t_i \ge \sum_i w_i (c_i - \lambda_i B_i) + \sum_l \min_i w_i\,h_i(k_l), \qquad
 h_i(k) = \min_s \big(t_i(k, s) + \lambda_i b_i(k, s)\big), \quad w_i = 1 + (m-1)\,\mu_i$$
 
-with $c_i$ what the stage spends on handing over. The prices taken are the best ones at the least time in which the
-stages could hold all layers, each as many as it can, and the weights make all stages equally good for the mean layer:
-$w_i \propto 1/H_i$ with $H_i = \sum_l h_i(k_l)$; both are the best where all layers are alike. A stage too slow for
+with $c_i$ the transfer time of the stage. The prices are the best ones at the minimum time in which the stages could
+hold all layers, each as many as it can. The weights make all stages equally good for the mean layer:
+$w_i \propto 1/H_i$ with $H_i = \sum_l h_i(k_l)$. Both are the best if all layers are identical. A stage too slow for
 any of them has $\mu_i = 0$.
 
-Layers are whole. Of the $n$ layers of the commonest layer type a stage holds, within $\theta$ seconds and its room, at
-most $\lfloor \min_\lambda (\theta - c_i + \lambda B_i) / h_i \rfloor$. The slowest stage takes at least the least
-$\theta$ in which all stages together hold $n$, and at least the least in which the stages, one behind the other, can
-hold all layers (`HeldRuns`). So a step takes $(m-1-\mu)\,\theta$ more than what bounds one of $\mu + 1$ microbatches,
-whatever $\mu$.
+Layers are whole. A stage holds, within $\theta$ seconds and its memory, at most
+$\lfloor \min_\lambda (\theta - c_i + \lambda B_i) / h_i \rfloor$ of the $n$ layers of the commonest layer type. The
+slowest stage takes at least the minimum $\theta$ in which all stages together hold $n$, and at least the minimum in
+which the stages, one after the other, can hold all layers (`HeldRuns`). A step therefore takes $(m-1-\mu)\,\theta$ more
+than the bound of one of $\mu + 1$ microbatches, for any $\mu$.
 
 Source: weak Lagrangian duality.
 """
@@ -37,18 +37,18 @@ from steelyard.search.layers import option_table
 from steelyard.units import MIB
 
 BISECTIONS = 12
-"""Of the least time in which the stages could hold all layers."""
+"""Bisection steps for the minimum time in which the stages could hold all layers."""
 TIES = 1e-9
-"""By which a number of layers is taken to be larger, so that rounding loses none."""
+"""Relative increase of a number of layers, so that rounding loses none."""
 NUM_PRICES = 24
-"""Prices of memory that are tried for a stage."""
+"""Number of memory prices tried for a stage."""
 PRECISION = 0.001
-"""To which the least time of the slowest stage is found, relatively."""
+"""Relative precision of the minimum time of the slowest stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedLayers:
-    """The layers on a stage at several prices of a byte, the first of them 0."""
+    """The layers of a stage at several prices of a byte, the first of them 0."""
 
     prices: FloatArray
     """[A] s/B"""
@@ -59,7 +59,7 @@ class PricedLayers:
 
     @classmethod
     def unpriced(cls, seconds: Sequence[float], counts: Sequence[int]) -> "PricedLayers":
-        """Layers of these times whose bytes are not counted."""
+        """Build layers of these times whose bytes are not counted."""
         priced = np.repeat(np.array(seconds)[:, None], NUM_PRICES, axis=1)
         layers = np.asarray(counts)
         return cls(prices=np.zeros(NUM_PRICES), priced_s=priced, whole_s=layers[layers > 0] @ priced[layers > 0])
@@ -68,7 +68,7 @@ class PricedLayers:
 def priced_layers(
     legal: NDArray[np.bool_], seconds: FloatArray, num_bytes: NDArray[np.int64], counts: Sequence[int]
 ) -> PricedLayers:
-    """The layers at the prices that the commonest layer type has on its frontier; arrays are [K, S], ``counts`` [K]."""
+    """Return the layers at the frontier prices of the commonest layer type; arrays are [K, S], ``counts`` [K]."""
     layers = np.asarray(counts)
     commonest = int(layers.argmax())
     mine = legal[commonest]
@@ -87,9 +87,9 @@ def priced_layers(
 
 
 def least_within_s(tables: CostTables, budget_bytes: int) -> float:
-    """Return what no plan of one pool's tables within a budget is faster than, in seconds of a step.
+    """Lower bound of the step time of one pool's tables within a budget, in seconds.
 
-    Of what a stage holds at a moment only what its layers hold throughout is counted.
+    Only the bytes that the layers of a stage hold throughout are counted.
     """
     pipeline, counts = tables.pipeline, np.bincount(tables.layers, minlength=len(tables.layer_types)).tolist()
     lasts = list(tables.last_types or range(len(tables.layer_types)))
@@ -111,11 +111,11 @@ def least_step_s(
     slowest_s: float = 0.0,
     ends: tuple[int, int] | None = None,
 ) -> float:
-    """Seconds of a step, at least; without ``rooms``, the bytes of each stage, by the times alone.
+    """Lower bound of the step time in seconds.
 
-    ``counts`` [K] layers of each type; ``handed_s`` what each stage takes for handing over; ``slowest_s`` what the
-    slowest stage takes at least, as far as that is known; ``ends`` the layer types of the first and the last layer,
-    where the stages are in their order.
+    ``counts`` [K]: layers of each type; ``handed_s``: transfer time of each stage; ``rooms``: memory of each stage in
+    bytes, None to bound by times alone; ``slowest_s``: known lower bound of the slowest stage; ``ends``: layer types of
+    the first and the last layer, if the stages are in order.
     """
     more, layers = num_passes - 1, np.array(counts)
     handed = np.asarray(handed_s, dtype=np.float64)
@@ -152,7 +152,7 @@ def least_step_s(
 
 
 def _whole_layers_s(block_s: FloatArray, room_s: FloatArray, count: int) -> float:
-    """The least time in which all stages hold so many whole layers, of [P, A] what one and the room count by price."""
+    """Minimum time in which all stages hold ``count`` whole layers, by [P, A] priced time of a layer and of memory."""
 
     def held(limit_s: float) -> float:
         most = np.floor((limit_s + room_s) / block_s * (1 + TIES)).min(axis=1)
@@ -170,10 +170,10 @@ def _whole_layers_s(block_s: FloatArray, room_s: FloatArray, count: int) -> floa
 
 
 def _best_prices(whole_s: FloatArray, paid_s: FloatArray) -> NDArray[np.int64]:
-    """[P] the place of the price of each stage, of [P, A], that leaves it least of the layers in the least time."""
+    """Return [P] the index of each stage's price, of [P, A], that allows the fewest layers in the minimum time."""
 
     def held(limit_s: float) -> FloatArray:
-        """[P, A] the part of all layers that a stage holds at most in this time, by each price."""
+        """Return [P, A] the maximum fraction of all layers that a stage holds in this time, by price."""
         return np.asarray((limit_s + paid_s) / whole_s)
 
     low, high = 0.0, float(whole_s[:, 0].min())
@@ -192,7 +192,7 @@ def _best_prices(whole_s: FloatArray, paid_s: FloatArray) -> NDArray[np.int64]:
 def _alike(
     stages: Sequence[PricedLayers], handed_s: FloatArray
 ) -> tuple[Sequence[PricedLayers], FloatArray, FloatArray]:
-    """Each kind of stage, how many there are of it, and what these together take for handing over."""
+    """Return the distinct stages, the number of each, and the total transfer time of each."""
     places: dict[PricedLayers, int] = {}
     of_stages = [places.setdefault(stage, len(places)) for stage in stages]
     counts, handed = np.bincount(of_stages), np.bincount(of_stages, weights=handed_s)
@@ -200,7 +200,7 @@ def _alike(
 
 
 def _shares(whole_s: FloatArray, alike: FloatArray, more: float) -> FloatArray:
-    """[P] the weights of the stages, of which so many are ``alike``; none of those that are too slow for a layer."""
+    """Return [P] the weights of the stages, ``alike`` [P] of each; 0 for stages that are too slow for a layer."""
     taking = np.isfinite(whole_s)
     speeds = 1 / np.maximum(whole_s, 1e-300)
     while more and taking.any():
@@ -214,9 +214,9 @@ def _shares(whole_s: FloatArray, alike: FloatArray, more: float) -> FloatArray:
 
 
 class HeldRuns:
-    """Which runs of layers the stages of one size of a pool can hold, and in what time at least.
+    """The runs of layers that stages of one size of a pool can hold, with lower bounds of their times.
 
-    Of the floors of that pool alone, whatever the stages before and behind; made when first asked for.
+    They follow from the lower-bound tables of that pool alone, for any stages before and after; computed on first use.
     """
 
     def __init__(self, floor: CostTables, room_bytes: int) -> None:
@@ -226,18 +226,18 @@ class HeldRuns:
         self._memories: dict[int, StageMemory] = {}
 
     def farthest(self, in_flight: int, first: int, limit_s: float) -> int:
-        """The largest end of a run within so many seconds from ``first`` or a layer before; ``first`` if none is."""
+        """Return the largest end of a run within ``limit_s`` from ``first`` or an earlier layer; ``first`` if none."""
         if in_flight not in self._least_s:
             self._least_s[in_flight] = self._ending(in_flight)
         return max(first, int(self._least_s[in_flight][first].searchsorted(limit_s, side="right")))
 
     def fitting(self, in_flight: int, more_bytes: int) -> list[int]:
-        """[L] the same from any layer of runs that take any time, with so much more memory."""
+        """Return [L] the largest end from each or an earlier layer, without a time limit and with ``more_bytes``."""
         found: list[int] = np.maximum.accumulate(self._farthest_held(in_flight, more_bytes)).tolist()
         return found
 
     def _ending(self, in_flight: int) -> FloatArray:
-        """[L, L] rising, the least seconds from a layer or one before to an end or beyond, of runs that fit."""
+        """Return [L, L] the minimum seconds of runs that fit from a layer or earlier to an end or beyond, rising."""
         bounds = stage_bounds(self._options.costs([in_flight])[0], self._floor.layers, self._room_bytes, 0.0)
         count = len(self._floor.layers)
         seconds = bounds.matrix((0, count), (1, count))
@@ -246,7 +246,7 @@ class HeldRuns:
         return np.ascontiguousarray(np.minimum.accumulate(from_any[:, ::-1], axis=1)[:, ::-1])
 
     def _farthest_held(self, in_flight: int, more_bytes: int) -> IntArray:
-        """[L] the largest end from each layer with so much more memory."""
+        """Return [L] the largest end from each layer with ``more_bytes`` of additional memory."""
         if in_flight not in self._memories:
             (self._memories[in_flight],) = memories_of(self._floor, self._floor.legal, [in_flight])
         return self._memories[in_flight].all_farthest(self._room_bytes + more_bytes)
@@ -255,10 +255,10 @@ class HeldRuns:
 def least_slowest_s(
     stages: Sequence[tuple[HeldRuns, int]], handed_s: Sequence[float], num_layers: int, least_s: float, enough_s: float
 ) -> float:
-    """What the slowest of these stages takes at least: the least in which they can hold all layers.
+    """Lower bound of the slowest of these stages: the minimum seconds in which they can hold all layers.
 
-    ``stages`` are runs and microbatches in flight; ``least_s``, above 0, is known to be taken, and more than
-    ``enough_s`` need not be told apart. Infinite where no time is enough.
+    ``stages`` are runs and microbatches in flight; ``least_s``, above 0, is a known lower bound. Results of
+    ``enough_s`` or more need not be exact. Infinite if no time is enough.
     """
 
     def is_enough(limit_s: float) -> bool:
@@ -283,9 +283,9 @@ def least_slowest_s(
 
 
 def missing_bytes(stages: Sequence[tuple[HeldRuns, int]], num_layers: int, most: int) -> int:
-    """How much more memory these stages need on every device to hold all layers, at least, to a MiB.
+    """Lower bound of the additional bytes per device that these stages need to hold all layers, to a MiB.
 
-    ``most`` if not less.
+    ``most`` if it is not smaller.
     """
 
     def is_enough(more_bytes: int) -> bool:

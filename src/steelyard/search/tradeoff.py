@@ -1,12 +1,12 @@
-r"""Time against memory: not one plan but all that are worth having.
+r"""Trade-off of time against memory: all plans that are worth having instead of one.
 
-*Profiling*: the least step time as a function of the budget is a falling staircase. The searches, a bounded number of
-them, look where the two known neighbours leave most room, so that the steps found are spread over the whole staircase:
-each is exact, and between two neighbours the time lies between theirs. Two steps are next to each other once a budget
-one byte below the peak of the fast one gives the slow one.
+*Profiling*: the minimum step time as a function of the budget is a falling staircase. A bounded number of searches is
+spent where two known neighbours leave the largest gap, so that the steps found are spread over the whole staircase.
+Each step is exact, and between two neighbours the time lies between theirs. Two steps are adjacent if a budget one byte
+below the peak of the fast one gives the slow one.
 
-Source: Cai et al. 2020 (TensorOpt, arXiv 2004.10856), section 5. Of its other two objectives *mini-time* is `search`
-itself, and *mini-parallelism* is that on the smallest number of devices that holds a plan (`steelyard.planning`).
+Source: Cai et al. 2020 (TensorOpt, arXiv 2004.10856), section 5. Its other two objectives: *mini-time* is `search`
+itself, *mini-parallelism* is `search` on the smallest number of devices that holds a plan (`steelyard.planning`).
 """
 
 import heapq
@@ -21,14 +21,14 @@ from steelyard.search.runs import AnyBudget, smallest_peak_bytes
 from steelyard.search.solve import ConfigOutcome, search
 
 UNLIMITED_BYTES = 2**62
-"""A budget that never binds."""
+"""Budget that never binds."""
 LEAST_S = 1e-12
-"""A time that any other is compared with instead of one of zero."""
+"""Time in seconds that replaces a time of zero in comparisons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TradeOff:
-    """The fastest plan of all that take at most ``peak_bytes``; none takes fewer bytes and no more time."""
+    """The fastest plan within ``peak_bytes``; no plan of fewer bytes is as fast."""
 
     peak_bytes: int
     score_s: float
@@ -37,11 +37,11 @@ class TradeOff:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampledFrontier:
-    """Steps of time against memory, most memory and least time first."""
+    """Steps of time against memory, most memory and shortest time first."""
 
     steps: tuple[TradeOff, ...]
     is_complete: bool
-    """No step is missing between the first and the last."""
+    """Whether no step is missing between the first and the last."""
 
 
 def sampled_frontier(
@@ -52,11 +52,11 @@ def sampled_frontier(
     max_searches: int,
     time_limit_s: float | None = None,
 ) -> SampledFrontier:
-    """Steps of time against memory from ``most_bytes`` down to the least that holds anything, by so many searches.
+    """Return steps of time against memory from ``most_bytes`` down to the smallest budget that holds a plan.
 
-    After ``time_limit_s`` no search begins, and the one under way takes the best so far: then steps may be missing.
-
-    Every step is what `search` finds within its ``peak_bytes``. No steps where nothing fits into ``most_bytes``.
+    Every step is the result of `search` within its ``peak_bytes``; there are none if nothing fits into ``most_bytes``.
+    After ``time_limit_s`` no search begins, and the current one returns its best plan so far; steps may then be
+    missing.
     """
     given = tuple(tables)
     weights = tuple(samples) if samples is not None else (1,) * len(given)
@@ -85,7 +85,7 @@ def sampled_frontier(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Found:
-    """A step with, for each configuration, a lower bound of its score within the budget of the step and below it."""
+    """A step with a lower bound of each configuration's step time within the budget of the step and below it."""
 
     step: TradeOff
     bounds_s: dict[int, float]
@@ -94,13 +94,13 @@ class _Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Gap:
-    """Two neighbouring steps. Budgets up to ``explored_bytes`` give the slow one; above lies what is not known."""
+    """Two neighbouring steps. Budgets up to ``explored_bytes`` give the slow one; those above it are unknown."""
 
     slow: TradeOff
     explored_bytes: int
     fast: _Found
     was_flat: bool = False
-    """The last search in this gap gave the slow step again."""
+    """Whether the last search in this gap gave the slow step again."""
 
     @property
     def is_open(self) -> bool:
@@ -108,7 +108,7 @@ class _Gap:
 
     @property
     def next_budget(self) -> int:
-        """The middle on a logarithmic scale; just below the fast step where the lower part has turned out flat."""
+        """Middle on a logarithmic scale; just below the fast step if the lower part has turned out flat."""
         highest = self.fast.step.peak_bytes - 1
         if self.was_flat:
             return highest
@@ -116,12 +116,12 @@ class _Gap:
         return min(max(middle, self.explored_bytes + 1), highest)
 
     def configs(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """The configurations that may be as fast as the slow step within a budget below the fast one."""
+        """Return the configurations that may be as fast as the slow step within a budget below the fast one."""
         reach = self.slow.score_s * (1 + 1e-9)
         return tuple(index for index, bound in self.fast.bounds_s.items() if bound / samples[index] <= reach)
 
     def divided(self, middle: _Found, budget: int) -> tuple["_Gap", ...]:
-        """What is left of the gap once the step within ``budget`` is known."""
+        """Return the remaining gaps once the step within ``budget`` is known."""
         if middle.step.score_s >= self.slow.score_s:
             return (replace(self, explored_bytes=budget, was_flat=True),)
         lower = _Gap(slow=self.slow, explored_bytes=self.explored_bytes, fast=middle)
@@ -130,7 +130,7 @@ class _Gap:
         return lower, _Gap(slow=middle.step, explored_bytes=budget, fast=self.fast)
 
     def __lt__(self, other: "_Gap") -> bool:
-        """Open gaps first, and of these the one that leaves most room."""
+        """Order open gaps first, the widest first."""
         return self._room > other._room
 
     @property
@@ -148,7 +148,7 @@ def _found(
     budget_bytes: int,
     deadline: float | None,
 ) -> _Found:
-    """What `search` finds among these configurations within the budget, which holds something."""
+    """Search these configurations within a budget that holds a plan."""
     result = search(
         [tables[index] for index in configs],
         budget_bytes,

@@ -1,21 +1,22 @@
-"""Trains a Transformer under a plan with stock PyTorch; needs torch, transformers and numpy (and Pillow for images).
+"""Train a Transformer under a plan with stock PyTorch; needs torch, transformers and numpy (and Pillow for images).
 
     torchrun --nproc-per-node 8 train.py --data tokens.bin --steps 1000
 
-The plan is the JSON file beside this one that has its name (``train.json``), or ``--plan``. It says for every layer how
-the ranks of a pipeline stage share it. What it may say, and where that is carried out:
+The plan is the JSON file of the same name next to this one (``train.json``), or ``--plan``. It defines for every layer
+how the ranks of a pipeline stage share it. Supported entries and their implementation:
 
-| in the plan                 | carried out by                                                      | here            |
+| in the plan                 | implemented by                                                      | here            |
 |-----------------------------|---------------------------------------------------------------------|-----------------|
-| ``"parallel": "fsdp4-tp2"`` | a `DeviceMesh` of 4 × 2 ranks; ``tp`` works on neighbouring ones    | `build_meshes`  |
-| ``tp``, with or without sp  | `parallelize_module`, each module in the style that the plan says   | `shard_tensors` |
+| ``"parallel": "fsdp4-tp2"`` | a `DeviceMesh` of 4 × 2 ranks; ``tp`` uses neighbouring ones        | `build_meshes`  |
+| ``tp``, with or without sp  | `parallelize_module`, each module in the style given by the plan    | `shard_tensors` |
 | ``fsdp``, ``dp``            | `fully_shard`, over the data ranks, or over one rank and replicated | `shard_data`    |
 | ``remat``                   | `checkpoint`                                                        | `Layer`         |
-| neighbours that differ      | `DTensor.redistribute` of what flows between them                   | `LayerLoop`     |
+| neighbours that differ      | `DTensor.redistribute` of the activations between them              | `LayerLoop`     |
 | ``stages``, ``schedule``    | `torch.distributed.pipelining`                                      | `pipeline_step` |
 
-Samples, first weights and losses do not depend on the plan: one process and many train the same model. So a rank's loss
-is its part of the sum over the global batch, divided by all targets of it, and gradients are added, never averaged.
+Samples, initial weights and losses do not depend on the plan: one process and many train the same model. A rank's loss
+is therefore its part of the sum over the global batch, divided by the number of all targets of the batch, and gradients
+are added, never averaged.
 
 Legend of shapes: B samples of this rank in a microbatch, S sequence, s sequence of this rank (S/tp under sp), H hidden.
 """
@@ -61,20 +62,20 @@ MODELS = {
     "image-classification": AutoModelForImageClassification,
 }
 Flow = Tensor | tuple[Tensor, Tensor]
-"""What flows between layers: token ids [B, S] or images, hidden states, in a decoder the encoder's output beside it."""
+"""Activations between layers: token ids [B, S] or images, hidden states, in a decoder with the encoder's output."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How the ranks of a stage share a layer: parallelism dimensions with their degrees, outermost first."""
+    """Parallelism dimensions of a layer on the ranks of a stage with their degrees, outermost first."""
 
     levels: tuple[tuple[str, int], ...]
     sp: bool = False  # whether tp ranks divide the sequence between attention and feed-forward part
     zero: int = 3  # 3 frees gathered parameters between forward and backward, 2 keeps them, 1 throughout a step
-    remat: str = "none"  # what is computed again in backward: none, selective or full
+    remat: str = "none"  # recomputation in backward: none, selective or full
 
     def degree(self, *dimensions: str) -> int:
-        """Ranks over which these dimensions divide the layer."""
+        """Number of ranks over which these dimensions divide the layer."""
         return math.prod(degree for dimension, degree in self.levels if dimension in dimensions)
 
 
@@ -112,23 +113,24 @@ class Plan:
         return self.global_batch // self.num_microbatches // strategy.degree("dp", "fsdp")
 
     def blank(self, samples: int, seq_len: int, device: torch.device | str) -> Tensor:
-        """Samples without meaning."""
+        """Return samples of zeros."""
         if self.chain["image"]:
             return torch.zeros((samples, *self.chain["image"]), device=device)
         return torch.zeros((samples, seq_len), dtype=torch.long, device=device)
 
     def owner(self, model: PreTrainedModel, number: int, path: str) -> tuple[nn.Module, list[str]]:
-        """The module of a layer that lies at the beginning of a path in it, and the names behind."""
+        """Return the module of a layer at the beginning of a path in it, and the remaining names of the path."""
         name, *names = path.split(".")
         return model.get_submodule(self.chain["layers"][number]["modules"][name]), names
 
     def copies(self, number: int, name: str) -> list[list]:
-        """All parameters of one value with this one, each by its layer and its path there; none if it is alone."""
+        """Return all parameters shared with this one, each by its layer and its path there; empty if it is not
+        shared."""
         return next((copies for copies in self.chain["shared"] if [number, name] in copies), [])
 
 
 def build_meshes(plan: Plan, device_type: str) -> dict[tuple, DeviceMesh]:
-    """For each way of sharing a layer, all ranks as axes: stages, then its levels, then an axis of one rank."""
+    """Build a mesh of all ranks for each parallelism of a layer: stages, then its levels, then an axis of one rank."""
     meshes = {}
     for levels in dict.fromkeys(strategy.levels for strategy in plan.strategies):
         names, degrees = zip(("pp", plan.num_stages), *levels, ("one", 1), strict=True)
@@ -137,7 +139,7 @@ def build_meshes(plan: Plan, device_type: str) -> dict[tuple, DeviceMesh]:
 
 
 def build_stage_mesh(plan: Plan, device_type: str) -> DeviceMesh:
-    """The ranks of this stage as axes of prime size: on these the layouts of any two layers can be told apart."""
+    """Build a mesh of this stage's ranks with axes of prime size, which can express the layouts of all layers."""
     sizes, rest = [], plan.stage_size
     for factor in range(2, plan.stage_size + 1):
         while rest % factor == 0:
@@ -148,7 +150,7 @@ def build_stage_mesh(plan: Plan, device_type: str) -> DeviceMesh:
 
 
 def placements(strategy: Strategy, stage_mesh: DeviceMesh) -> list[Placement]:
-    """How the hidden state [B, s, H] of a layer lies on each axis of the stage; a level is a run of axes."""
+    """Return the placement of a layer's hidden state [B, s, H] on each axis of the stage; a level is a run of axes."""
     sizes, found = list(stage_mesh.shape), []
     for dimension, degree in strategy.levels:
         product = 1
@@ -159,7 +161,7 @@ def placements(strategy: Strategy, stage_mesh: DeviceMesh) -> list[Placement]:
 
 
 _aten, _collective = torch.ops.aten, torch.ops._c10d_functional
-KEPT = [  # by selective remat: matrix products, attention, and what tensor parallelism reduces over ranks
+KEPT = [  # by selective remat: matrix products, attention, and reductions of tensor parallelism
     _aten.mm.default,
     _aten.addmm.default,
     _aten._scaled_dot_product_flash_attention.default,
@@ -174,14 +176,15 @@ REMAT = {"full": noop_context_fn, "selective": partial(create_selective_checkpoi
 
 
 class ReachedError(Exception):
-    """A forward pass came to where it is to end; the arguments of what was called there, by place and by name."""
+    """A forward pass reached its end; holds the arguments of the call there, by place and by name."""
 
 
 class Outline:
-    """The model's own forward pass, in which the modules of one layer compute, or none.
+    """The model's own forward pass, in which only the modules of one layer compute, or none.
 
-    Others return zeros of the right shape. What flows into the layer the one before returns; the pass ends where the
-    next one begins, of no layer at the head. So whatever a model does around its blocks is done as it does it.
+    Other modules return zeros of the right shape. The layer before returns the input of the layer; the pass ends where
+    the next layer begins, or at the head without a layer. The model's own operations around its blocks thus stay
+    unchanged.
     """
 
     def __init__(self, plan: Plan, bare: PreTrainedModel, number: int, layer: nn.Module | None = None) -> None:
@@ -198,7 +201,7 @@ class Outline:
     def __call__(
         self, inputs: Tensor, given: Tensor | None = None, decoder_ids: Tensor | None = None
     ) -> Tensor | tuple:
-        """The logits, or the arguments of what is called where the pass ends; ``given`` flows into the layer."""
+        """Return the logits, or the arguments of the call at which the pass ends; ``given`` is the layer's input."""
         self.given, self.device = given, inputs.device
         is_seq2seq = self.plan.chain["task"] == "seq2seq-lm"
         names = {"decoder_input_ids": inputs if decoder_ids is None else decoder_ids} if is_seq2seq else {}
@@ -210,7 +213,7 @@ class Outline:
             self.given = None
 
     def stub(self, number: int, module: nn.Module, *places: object, **names: object) -> Tensor | tuple:
-        """What a module returns that does not compute."""
+        """Return the output of a module that does not compute."""
         if number == self.end:
             raise ReachedError(places, names)
         entry = self.plan.chain["layers"][number]
@@ -230,7 +233,7 @@ class Outline:
 
 
 def with_argument(call: tuple, where: int | str, value: Tensor) -> tuple:
-    """Arguments by place and by name, with another value of one."""
+    """Return arguments by place and by name, with one value replaced."""
     places, names = call
     if isinstance(where, str):
         return places, names | {where: value}
@@ -238,7 +241,7 @@ def with_argument(call: tuple, where: int | str, value: Tensor) -> tuple:
 
 
 class Layer(nn.Module):
-    """A layer of the chain: a block of transformers unchanged, or what its model does around blocks."""
+    """A layer of the chain: an unchanged block of transformers, or its model's operations around blocks."""
 
     def __init__(self, plan: Plan, model: PreTrainedModel, bare: PreTrainedModel, number: int) -> None:
         super().__init__()
@@ -251,13 +254,13 @@ class Layer(nn.Module):
         self.outline = None if self.layer_type["role"] == "block" else Outline(plan, bare, number, self)
 
     def forward(self, flow: Flow, side: dict, targets: dict[str, Tensor]) -> Flow:
-        """Samples or hidden states [B, s, H] to hidden states, or to the loss."""
+        """Map samples or hidden states [B, s, H] to hidden states or to the loss."""
         if self.remat == "none":
             return self.compute(flow, side, targets)
         return checkpoint(self.compute, flow, side, targets, use_reentrant=False, context_fn=REMAT[self.remat])
 
     def compute(self, flow: Flow, side: dict, targets: dict[str, Tensor]) -> Flow:
-        """The forward pass, which remat runs again in backward."""
+        """Run the forward pass, which remat repeats in backward."""
         where = self.plan.chain["encoded"]
         hidden, *encoded = flow if isinstance(flow, tuple) else (flow,)
         if self.layer_type["role"] == "block":
@@ -273,7 +276,7 @@ class Layer(nn.Module):
             read = (places[0], names[where] if isinstance(where, str) else places[where]) if self.number else places[:1]
             found = tuple(each.contiguous() for each in read)
             return found if self.number else found[0]
-        for each in encoded:  # which ends here, with a gradient of 0
+        for each in encoded:  # the encoder's output ends here, with a gradient of 0
             hidden = hidden + each[:0].sum()
         logits, labels = self.outline(inputs, hidden), targets["labels"]
         loss = nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="sum")
@@ -283,7 +286,7 @@ class Layer(nn.Module):
 
 @torch.no_grad()
 def fill_buffers(plan: Plan, model: PreTrainedModel, device: torch.device) -> None:
-    """Gives modules outside of layers, as those of rotary embeddings, their buffers."""
+    """Initialise the buffers of modules outside of layers, for example of rotary embeddings."""
     paths = [path for entry in plan.chain["layers"] for path in entry["modules"].values()]
     inside = {module for path in paths for module in model.get_submodule(path).modules()}
     outside = [(each, list(each.buffers(recurse=False))) for each in model.modules() if each not in inside]
@@ -298,28 +301,28 @@ def fill_buffers(plan: Plan, model: PreTrainedModel, device: torch.device) -> No
 
 @torch.no_grad()
 def shared_inputs(plan: Plan, bare: PreTrainedModel, device: torch.device) -> dict[str, tuple]:
-    """What the model gives blocks of each type (masks, rotary embeddings), by place and by name."""
+    """Return the model's arguments for blocks of each type (masks, rotary embeddings), by place and by name."""
     outline = Outline(plan, bare, len(plan.strategies) - 1)
     outline(plan.blank(1, plan.seq_len, device))
     return outline.calls
 
 
 def shard_tensors(layer: Layer, mesh: DeviceMesh, sp: bool) -> None:
-    """Divides the matrices of a layer over the ranks of ``mesh``, module by module, each in a style of `STYLES`."""
+    """Divide the matrices of a layer over the ranks of ``mesh``, module by module, each in a style of `STYLES`."""
     between = Shard(1) if sp else Replicate()  # of the hidden state between attention and feed-forward part
     styles = {}
     for path, style in layer.layer_type["styles"].items():
         name, keywords, numbers = (*style.split(":"), "", "")[:3]
         styles[path], module = STYLES[name](between, keywords), layer.get_submodule(path)
-        for number in filter(None, numbers.split(",")):  # that attention keeps, of heads
+        for number in filter(None, numbers.split(",")):  # attributes of attention that count heads
             setattr(module, number, max(1, getattr(module, number) // mesh.size()))
     tensor_parallel.parallelize_module(layer, mesh, {path: style for path, style in styles.items() if style})
 
 
 class WholeInput(tensor_parallel.ParallelStyle):
-    """The whole sequence for attention or the feed-forward part, which read it several times: as one DTensor.
+    """Style that gathers the sequence, as a DTensor, for attention or the feed-forward part, which read it repeatedly.
 
-    It is the argument of the first keyword, or the first one; others follow behind a plus sign.
+    The input is the argument of the first keyword, or the first one; further keywords follow after a plus sign.
     """
 
     def __init__(self, between: Placement, keywords: str) -> None:
@@ -340,7 +343,7 @@ class WholeInput(tensor_parallel.ParallelStyle):
 
 
 class Rowwise(tensor_parallel.RowwiseParallel):
-    """Stock `RowwiseParallel`, whose result blocks may write into, as Falcon's do: no view of a DTensor's part."""
+    """Stock `RowwiseParallel` whose result is not a view, because some blocks, as Falcon's, write into it."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
@@ -351,11 +354,11 @@ class Rowwise(tensor_parallel.RowwiseParallel):
 STYLES = {
     "colwise": lambda between, _: tensor_parallel.ColwiseParallel(),
     "rowwise": lambda between, _: Rowwise(output_layouts=between),
-    # what is computed between these two every rank computes whole
+    # every rank computes the operations between these two whole
     "colwise_gathered": lambda between, _: tensor_parallel.ColwiseParallel(output_layouts=Replicate()),
     "rowwise_of_whole": lambda between, _: Rowwise(input_layouts=Replicate(), output_layouts=between),
     "gather": WholeInput,
-    # norms on this rank's part of the sequence, where it has a part
+    # norms on this rank's part of the sequence, if the sequence is divided
     "sequence_local": lambda between, _: (
         tensor_parallel.SequenceParallel(use_local_output=True) if between.is_shard() else None
     ),
@@ -363,7 +366,7 @@ STYLES = {
     "replicated_with_grad_allreduce": lambda between, _: tensor_parallel.SequenceParallel(
         sequence_dim=2, use_local_output=True
     ),
-    # embedding and head are divided by tokens: the logits stay so, and `loss_parallel` works on their parts
+    # embedding and head are divided by tokens: the logits stay divided, and `loss_parallel` works on their parts
     "vocabulary": lambda between, _: tensor_parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
     "logits": lambda between, _: tensor_parallel.ColwiseParallel(
         input_layouts=between, output_layouts=Shard(-1), use_local_output=False
@@ -372,7 +375,7 @@ STYLES = {
 
 
 def shard_data(layer: Layer, strategy: Strategy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """FSDP2 over the data ranks: ``fsdp`` divides parameters, ``dp`` replicates them, both do both (HSDP)."""
+    """Apply FSDP2 over the data ranks: ``fsdp`` divides parameters, ``dp`` replicates them, both together are HSDP."""
     dimensions = tuple(dimension for dimension, _ in strategy.levels if dimension != "tp")
     axes = dimensions if "fsdp" in dimensions else (*dimensions, "one")
     policy = MixedPrecisionPolicy() if dtype is torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
@@ -387,7 +390,7 @@ def shard_data(layer: Layer, strategy: Strategy, mesh: DeviceMesh, dtype: torch.
 def first_weights(
     plan: Plan, model: PreTrainedModel, layer: Layer, number: int, device: torch.device, seed: int
 ) -> None:
-    """First weights that depend on the seed and the layer's place alone, so that any plan starts alike."""
+    """Initialise a layer by the seed and its place alone, so that every plan starts with the same weights."""
 
     def fill(module: nn.Module, place: int) -> None:
         numbers = [each for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
@@ -406,7 +409,7 @@ def first_weights(
 
     shared = [(copies[0], path) for copies in plan.chain["shared"] for place, path in copies if place == number]
     owners = [(first, layer.get_submodule(path.rpartition(".")[0])) for first, path in shared]
-    for _, owner in owners:  # a matrix of its own instead of one that another layer holds, too
+    for _, owner in owners:  # a separate matrix instead of one shared with another layer
         owner.weight = nn.Parameter(torch.empty_like(owner.weight))
     for module in layer.children():
         module.to_empty(device=device)
@@ -420,7 +423,7 @@ def first_weights(
 
 
 def list_blocks(model: PreTrainedModel) -> None:
-    """Gives stages of blocks, each with what merges patches behind (Swin), the one list of these that plans know."""
+    """List blocks and patch merging of a model with stages of blocks (Swin) in one module list, as plans do."""
     for stack in list(model.modules()):
         stages = getattr(stack, "layers", None)
         if isinstance(stages, nn.ModuleList) and all(hasattr(each, "downsample") for each in stages):
@@ -429,7 +432,7 @@ def list_blocks(model: PreTrainedModel) -> None:
 
 
 def give_tables(plan: Plan, model: PreTrainedModel) -> None:
-    """Gives every block a table of relative positions where a model has it in the first block for all."""
+    """Give every block a table of relative positions if the model's first block holds it for all."""
     for (number, path), *others in plan.chain["shared"]:
         first, names = plan.owner(model, number, path)
         table = first.get_submodule(".".join(names[:-1]))
@@ -444,7 +447,7 @@ def give_tables(plan: Plan, model: PreTrainedModel) -> None:
 class LayerLoop(nn.Module):
     """Layers in order, and FSDP's root: the next layer is gathered while one computes.
 
-    Not the part itself: `torch.distributed.pipelining` takes an FSDP module's reductions into its own hands.
+    It is separate from `Part` because `torch.distributed.pipelining` controls the reductions of an FSDP module itself.
     """
 
     def __init__(self, layers: dict[str, Layer], side: dict, stage_mesh: DeviceMesh, layouts: list) -> None:
@@ -453,7 +456,7 @@ class LayerLoop(nn.Module):
         self.side, self.stage_mesh, self.layouts = side, stage_mesh, layouts
 
     def forward(self, flow: Flow, targets: dict[str, Tensor]) -> Flow:
-        """The output of the last layer, each layer reading what flows in its own layout; backward likewise."""
+        """Return the output of the last layer; every layer reads its input in its own layout, also in backward."""
         for layer, (have, want) in zip(self.layers.values(), self.layouts, strict=True):
             if have != want:
                 moved = partial(self.moved, have, want)
@@ -462,13 +465,13 @@ class LayerLoop(nn.Module):
         return flow
 
     def moved(self, have: list[Placement], want: list[Placement], hidden: Tensor) -> Tensor:
-        """A hidden state in another layout."""
+        """Redistribute a hidden state to another layout."""
         whole = DTensor.from_local(hidden, self.stage_mesh, have, run_check=False)
         return whole.redistribute(placements=want).to_local()
 
 
 class Part(nn.Module):
-    """A part of the model: samples or hidden states [B, s, H] to hidden states or the loss."""
+    """A part of the model that maps samples or hidden states [B, s, H] to hidden states or the loss."""
 
     def __init__(self, loop: LayerLoop, num_microbatches: int) -> None:
         super().__init__()
@@ -476,7 +479,7 @@ class Part(nn.Module):
         self.num_microbatches, self.num_backwards = num_microbatches, 0
 
     def forward(self, *flow: Tensor, **targets: Tensor) -> Flow:
-        """The pass of one microbatch."""
+        """Run the forward pass of one microbatch."""
         output = self.loop(flow if len(flow) > 1 else flow[0], targets)
         first = output[0] if isinstance(output, tuple) else output
         if first.requires_grad:
@@ -484,9 +487,9 @@ class Part(nn.Module):
         return output
 
     def backward_begins(self, _gradient: Tensor) -> None:
-        """Gradients are divided over shards in every backward pass, and added over replicas in the last of a step.
+        """Set FSDP to reduce gradients over shards in every backward pass, and over replicas in the last of a step.
 
-        Of a layer kept whole they are divided in the last one, too, and its parameters freed only then.
+        A layer kept whole is reduced in the last backward pass alone, and its parameters are freed only then.
         """
         self.num_backwards += 1
         is_last = self.num_backwards % self.num_microbatches == 0
@@ -499,7 +502,7 @@ class Part(nn.Module):
 
 
 def build_parts(plan: Plan, meshes: dict[tuple, DeviceMesh], device: torch.device, seed: int) -> dict[int, Part]:
-    """The parts of this rank by their place in the pipeline; a layer is shared before the next takes memory."""
+    """Build the parts of this rank by place in the pipeline; a layer is sharded before the next allocates memory."""
     config = AutoConfig.for_model(**plan.model["config"])
     attention = "sdpa" if plan.chain["fused_attention"] else "eager"
     with torch.device("meta"):
@@ -511,10 +514,10 @@ def build_parts(plan: Plan, meshes: dict[tuple, DeviceMesh], device: torch.devic
     list_blocks(model)
     give_tables(plan, model)
     fill_buffers(plan, model, device)
-    bare = copy.deepcopy(model)  # of which no layer gets weights
+    bare = copy.deepcopy(model)  # never gets weights
     side, stage_mesh = shared_inputs(plan, bare, device), build_stage_mesh(plan, device.type)
     layouts = [placements(strategy, stage_mesh) for strategy in plan.strategies]
-    moves = list(zip([layouts[0], *layouts[:-1]], layouts, strict=True))  # a hidden state is sent as it was made
+    moves = list(zip([layouts[0], *layouts[:-1]], layouts, strict=True))  # hidden states are sent as they were made
     parts = {}
     for index, numbers in enumerate(plan.parts):
         if plan.stage_of_part[index] != dist.get_rank() // plan.stage_size:
@@ -533,11 +536,11 @@ def build_parts(plan: Plan, meshes: dict[tuple, DeviceMesh], device: torch.devic
 
 
 Step = Callable[[Tensor | None, dict[str, Tensor]], list[Tensor]]
-"""Runs forward and backward of a global batch, of which it gets this rank's inputs and targets; returns the losses."""
+"""Function that runs forward and backward of a global batch on this rank's inputs and targets; returns the losses."""
 
 
 def accumulation_step(plan: Plan, parts: dict[int, Part]) -> Step:
-    """A step without a pipeline: microbatches one after the other."""
+    """Return a step without a pipeline: microbatches one after another."""
 
     def step(inputs: Tensor | None, targets: dict[str, Tensor]) -> list[Tensor]:
         losses = []
@@ -553,7 +556,7 @@ def accumulation_step(plan: Plan, parts: dict[int, Part]) -> Step:
 
 
 def pipeline_step(plan: Plan, parts: dict[int, Part], group: dist.ProcessGroup | None, device: torch.device) -> Step:
-    """A step through the pipeline, in the order of the plan's schedule."""
+    """Return a step through the pipeline, in the order of the plan's schedule."""
     examples = [example(plan, part.start - 1) for part in plan.parts] + [example(plan, len(plan.strategies) - 1)]
     stages = [
         PipelineStage(part, index, len(plan.parts), device, examples[index], examples[index + 1], group=group)
@@ -577,7 +580,7 @@ def pipeline_step(plan: Plan, parts: dict[int, Part], group: dist.ProcessGroup |
 
 
 def example(plan: Plan, layer: int) -> tuple[Tensor, ...]:
-    """Tensors like what flows out of a layer, or into the first one (layer -1), for one microbatch."""
+    """Return meta tensors of a layer's output, or of the first one's input (layer -1), for one microbatch."""
     if layer < 0:
         return (plan.blank(plan.share(plan.strategies[0]), plan.seq_len, "meta"),)
     if layer == len(plan.strategies) - 1:
@@ -589,7 +592,7 @@ def example(plan: Plan, layer: int) -> tuple[Tensor, ...]:
 
 
 def shared_groups(plan: Plan) -> list[dist.ProcessGroup | None]:
-    """For each shared matrix the ranks at this one's place in the stages that hold it; None for one stage."""
+    """Return a group for each shared matrix: the ranks at this one's place in its stages; None for one stage."""
     found, pairs = [], list(zip(plan.parts, plan.stage_of_part, strict=True))
     for copies in plan.chain["shared"]:
         stages = sorted({stage for part, stage in pairs if any(number in part for number, _ in copies)})
@@ -605,12 +608,12 @@ def shared_groups(plan: Plan) -> list[dist.ProcessGroup | None]:
 def sum_shared_gradients(
     plan: Plan, copies: list[list], layers: dict[str, Layer], group: dist.ProcessGroup | None
 ) -> None:
-    """Gives layers that hold one matrix, as embedding and head, the sum of their gradients, wherever they lie."""
+    """Replace the gradients of layers that share a matrix, as embedding and head, by their sum, on any stages."""
     gradients = [layers[str(number)].get_parameter(path).grad for number, path in copies if str(number) in layers]
     if not gradients:
         return
     are_alike = len({plan.strategies[number].levels for number, _ in copies}) == 1
-    # where all are divided alike, each rank adds its parts; else whole matrices
+    # if all are divided identically, each rank adds its parts; else whole matrices
     total = sum(each.to_local() if are_alike else each.full_tensor() for each in gradients).contiguous()
     if group is not None:
         dist.all_reduce(total, group=group)
@@ -621,9 +624,9 @@ def sum_shared_gradients(
 
 @torch.no_grad()
 def clip_gradients(plan: Plan, layers: dict[str, Layer], max_norm: float, device: torch.device) -> Tensor:
-    """Scales all gradients to a global norm of at most ``max_norm``; an entry counts once, whoever holds it."""
+    """Scale all gradients to a global norm of at most ``max_norm``; an entry on several ranks counts once."""
     named = [([int(number), name], each) for number, layer in layers.items() for name, each in layer.named_parameters()]
-    named = [(name, each) for name, each in named if each.grad is not None]  # of what no sample trains
+    named = [(name, each) for name, each in named if each.grad is not None]  # no sample trains the others
     square = torch.zeros((), device=device)
     for name, parameter in named:
         sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
@@ -639,9 +642,9 @@ def clip_gradients(plan: Plan, layers: dict[str, Layer], max_norm: float, device
 
 
 def open_tokens(path: Path, vocab_size: int) -> np.ndarray:
-    """The token ids of a file, read in place, in the formats of `steelyard train`; a text's are its bytes.
+    """Open the token ids of a file, read in place, in the formats of `steelyard train`; those of a text are its bytes.
 
-    A .bin file holds unsigned little-endian numbers: of the type in its name (tokens.uint32.bin), else of 16 bits where
+    A .bin file holds unsigned little-endian numbers: of the type in its name (tokens.uint32.bin), else of 16 bits if
     the vocabulary has at most 65,536 tokens, else of 32.
     """
     if path.suffix == ".npy":
@@ -655,7 +658,7 @@ def open_tokens(path: Path, vocab_size: int) -> np.ndarray:
 
 
 def image_files(path: Path, num_classes: int) -> list[tuple[Path, int]]:
-    """The images of a folder that has a folder for each class, and their classes."""
+    """Return the images of a folder that has a folder for each class, and their classes."""
     suffixes = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
     classes = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
     found = [(file, label) for label, each in enumerate(classes) for file in sorted(each.rglob("*"))]
@@ -666,7 +669,7 @@ def image_files(path: Path, num_classes: int) -> list[tuple[Path, int]]:
 
 
 def read_image(file: Path, shape: list[int]) -> np.ndarray:
-    """The values [C, H, W], from -1 to 1, of an image that is scaled to cover the shape and cut to its middle."""
+    """Return the values [C, H, W], from -1 to 1, of an image that is scaled to cover the shape and center-cropped."""
     from PIL import Image, ImageOps
 
     with Image.open(file) as opened:
@@ -696,7 +699,7 @@ class Data:
             raise SystemExit(f"{path}: expected a --mask-token from 0 to {vocab_size - 1}, which hides others")
 
     def read(self, step: int, layer: int, mesh: DeviceMesh, part: int) -> Tensor:
-        """Inputs (part 0) or targets (1) of a step that this rank reads for a layer, microbatch after microbatch."""
+        """Return this rank's inputs (part 0) or targets (1) of a step for a layer, microbatch after microbatch."""
         strategy = self.plan.strategies[layer]
         place, share = 0, self.plan.share(strategy)
         for dimension, degree in strategy.levels:
@@ -709,7 +712,7 @@ class Data:
         return torch.from_numpy(np.stack(found))
 
     def pair(self, number: int) -> tuple[np.ndarray | Path, np.ndarray | int]:
-        """What the ``number``-th sample gives the first layer to read, or its file, and the head to compare with."""
+        """Return the input of the ``number``-th sample, or its file, and its targets."""
         place = self.sample(number)
         if self.task == "image-classification":
             return self.content[place]
@@ -722,7 +725,7 @@ class Data:
         return row[: self.plan.seq_len], row[cut : cut + self.plan.seq_len]
 
     def masked(self, tokens: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """A sample of which some tokens are hidden, and these; elsewhere -100 (Devlin et al. 2019, section 3.1)."""
+        """Return a sample with masked tokens, and these as targets, else -100 (Devlin et al. 2019, section 3.1)."""
         generator = np.random.default_rng((mixed(self.seed), number))
         chosen = generator.choice(len(tokens), self.plan.targets_of_sample, replace=False, shuffle=False)
         fate = generator.random(len(chosen))
@@ -733,7 +736,7 @@ class Data:
         return inputs, targets
 
     def sample(self, number: int) -> int:
-        """The sample that a run reads as its ``number``-th: every epoch in another order (a Feistel network)."""
+        """Return the index of a run's ``number``-th sample; every epoch has another order (a Feistel network)."""
         epoch, place = divmod(number, self.num_samples)
         bits = max(1, ((self.num_samples - 1).bit_length() + 1) // 2)
         key = mixed(mixed(self.seed) ^ epoch)
@@ -747,7 +750,7 @@ class Data:
 
 
 def mixed(value: int) -> int:
-    """A 64-bit number that depends on every bit of the value (Steele et al. 2014)."""
+    """Return a 64-bit number that depends on every bit of the value (Steele et al. 2014)."""
     word = (1 << 64) - 1
     value = (value + 0x9E3779B97F4A7C15) & word
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & word
@@ -756,7 +759,7 @@ def mixed(value: int) -> int:
 
 
 def make_optimizers(plan: Plan, layers: dict[str, Layer], options: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """One AdamW for each mesh and placement, since fused updates do not mix meshes; decay is for matrices alone."""
+    """Make an AdamW for each mesh and placement, because fused updates do not mix meshes; only matrices decay."""
     groups = {}
     for number, layer in layers.items():
         for name, parameter in layer.named_parameters():
@@ -772,7 +775,7 @@ def make_optimizers(plan: Plan, layers: dict[str, Layer], options: argparse.Name
 
 
 def learning_rate(step: int, options: argparse.Namespace) -> float:
-    """A linear warm-up, then a cosine to a tenth."""
+    """Learning rate of a step: a linear warm-up, then a cosine to a tenth."""
     if step < options.warmup_steps:
         return options.lr * (step + 1) / options.warmup_steps
     progress = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
@@ -780,10 +783,10 @@ def learning_rate(step: int, options: argparse.Namespace) -> float:
 
 
 def train(plan: Plan, device: torch.device, options: argparse.Namespace) -> None:
-    """Trains and reports every step; the process group has as many processes as the plan has ranks."""
+    """Train and report every step; the process group must have as many processes as the plan has ranks."""
     if dist.get_world_size() != plan.num_stages * plan.stage_size:
         raise SystemExit(f"this plan is for {plan.num_stages * plan.stage_size} processes, not {dist.get_world_size()}")
-    torch.manual_seed(options.seed)  # of dropout, which must be alike on the ranks of a tp group
+    torch.manual_seed(options.seed)  # of dropout, which must be identical on the ranks of a tp group
     meshes = build_meshes(plan, device.type)
     parts = build_parts(plan, meshes, device, options.seed)
     layers = {number: layer for part in parts.values() for number, layer in part.loop.layers.items()}
@@ -798,7 +801,7 @@ def train(plan: Plan, device: torch.device, options: argparse.Namespace) -> None
         inputs = data.read(step, 0, mesh_of[0], 0).to(device) if 0 in parts else None
         if is_last:
             targets["labels"] = data.read(step, end, mesh_of[end], 1).to(device)
-        if plan.decoder and str(plan.decoder) in layers:  # which reads the targets moved on by one
+        if plan.decoder and str(plan.decoder) in layers:  # the decoder reads the targets shifted by one
             ids = data.read(step, plan.decoder, mesh_of[plan.decoder], 1).to(device)
             targets["decoder_ids"] = nn.functional.pad(ids[:, :-1], (1, 0), value=plan.chain["decoder_start"])
         with tensor_parallel.loss_parallel() if is_last and plan.strategies[end].degree("tp") > 1 else nullcontext():
@@ -816,7 +819,7 @@ def train(plan: Plan, device: torch.device, options: argparse.Namespace) -> None
 
 
 def report(options: argparse.Namespace, **line: float) -> None:
-    """Prints the line of a step and adds it to the file of metrics, on the first rank."""
+    """Print the line of a step and append it to the metrics file, on the first rank."""
     if dist.get_rank() == 0:
         print("step {step}  loss {loss:.4f}  grad norm {grad_norm:.3f}  {time_s:.3f} s".format(**line), flush=True)
     if dist.get_rank() == 0 and options.metrics:
@@ -825,7 +828,7 @@ def report(options: argparse.Namespace, **line: float) -> None:
 
 
 def main() -> None:
-    """Joins the other processes of torchrun, and trains."""
+    """Join the other processes of torchrun, and train."""
     parser = argparse.ArgumentParser(description="Trains a model under a plan.")
     parser.add_argument("--plan", default=Path(__file__).with_suffix(".json"), help="default: beside this file")
     parser.add_argument("--data", required=True, help=".npy or .bin file of token ids, a text, or a folder of images")
@@ -838,11 +841,11 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # the encoder's output, as it passes decoder blocks, into which nobody writes
+    # of the encoder's output, which decoder blocks pass on and never write into
     warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train(Plan(options.plan), device, options)
-    dist.barrier()  # a group that is left while another rank still works in it may abort that one
+    dist.barrier()  # leaving a group in which another rank still works may abort that rank
     dist.destroy_process_group()
 
 
