@@ -12,8 +12,8 @@ parallelism and all-to-alls (tokens to experts, sequence for heads in context pa
 recomputes are bound by memory, not by FLOP: norms, activation functions, rotary embedding, casts, copies, sums. It does
 not keep
 
-- all-gathers of sequence parallelism: a result is tp times as large as its input, and selective would hold more than
-  none does (a Llama-3-8B block at tp 8 with sp: 5.6 hidden states instead of 4.9);
+- all-gathers of sequence parallelism: a result is tp times as large as its input, and with them kept selective would
+  hold more than none does (a Llama-3-8B block at tp 8 with sp: 5.6 hidden states instead of 4.9);
 - batched products (``bmm``): in the supported models they are the attention scores of kernels that are not fused;
 - products of routed experts: with k experts per token they are wider than everything else that is kept. Recomputing
   them is not bound by memory;

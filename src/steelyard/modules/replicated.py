@@ -356,11 +356,10 @@ def end_weight_passes(root: FSDPModule) -> None:
 
 @torch.no_grad()
 def complete_gradients(layer: FSDPModule) -> None:
-    """Give parameters that no microbatch of the step has used so far unsharded zero gradients, before the last
-    microbatch.
+    """Give parameters that the microbatches of the step have not used so far zero gradients, before the last one.
 
-    Accumulated unsharded gradients are in the reduce dtype, a new one is not, and FSDP reduces those of one dtype
-    together.
+    These are unsharded and in the reduce dtype, as accumulated gradients are; FSDP reduces those of one dtype together,
+    and a new gradient would not be in it.
     """
     for group in layer._get_fsdp_state()._fsdp_param_groups:
         for each in group.fsdp_params if group.reduce_scatter_unused_params else ():

@@ -69,8 +69,7 @@ class RouterLoss:
         return any(True for _ in self._routers(layer))
 
     def beside(self, layer: nn.Module, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return the results of ``run``, which computes with the layer, followed by the statistics of the tokens
-        routed.
+        """Return the results of ``run``, which computes with the layer, followed by the statistics of its tokens.
 
         Tensor-parallel ranks that route the same tokens each count a share of them, as they do of their gradients.
         """

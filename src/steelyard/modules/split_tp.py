@@ -114,8 +114,7 @@ class Block:
         }
 
     def read(self) -> dict[str, str]:
-        """Return the styles used here for the plan's modules with parameters; empty if any of its styles is not read.
-        """
+        """Return the styles used here for the plan's modules with parameters; empty if any of its styles is unread."""
         own = {path: _OF_PLANS.get(style) for path, style in self._planned().items()}
         held = {path: style for path, style in own.items() if style and _has_own(self.at(path))}
         return {} if None in own.values() else held

@@ -166,8 +166,8 @@ class StubbedTransformers(StubbedModel):
         ids: Tensor | None = None,
         buffers: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Any:
-        """Return the model's outputs, with blanks of ``dtype``. ``first`` is the input of the model's first layer, if
-        it has one.
+        """Return the model's outputs, with blanks of ``dtype``. ``first`` is the input of its first layer, if it has
+        one.
 
         ``ids`` is the model's other input; by default the same as ``first``, or one token if that is features.
         ``buffers`` replace those of the model, by their paths.
@@ -240,8 +240,7 @@ class StubbedTransformers(StubbedModel):
     def _stubs(
         self, model: PreTrainedModel, split: ModelSplit, given: Mapping[int, "_PassingStub"]
     ) -> Iterator[tuple[nn.Module, "_PassingStub"]]:
-        """Yield a stub for each block; stubs of blocks that are not in the chain, which nothing reads, pass on their
-        input.
+        """Yield a stub for each block; stubs of blocks outside the chain, which nothing reads, pass on their input.
 
         If outputs of blocks are recorded, which goes by their class, stubs have that class as well.
         """
