@@ -35,7 +35,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     own: Any = type(module)
     if own.forward is not forward:
         changed: Any = type(own.__name__, (own,), {"own_forward": own.forward, "__module__": __name__})
-        changed.forward = forward  # not at its birth, when transformers wraps the forward pass of some classes
+        changed.forward = forward  # after creation, when transformers wraps the forward pass of some classes
         module.__class__ = changed
 
 

@@ -188,8 +188,8 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     if any(isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm) for path in called):
         raise of.refusal("batch norms, which would see one rank's microbatch in place of the whole batch")
     places = {path: [place for place, _ in each] for path, each in calls.items()}
-    # lists whose blocks are called one after another; if there are none, those that skip some: blocks for what no
-    # sample has, such as text blocks that read an image
+    # lists whose blocks are called one after another; if there are none, those that skip some: blocks for inputs that
+    # no sample has, such as text blocks that read an image
     whole = [path for path, blocks in lists.items() if places[path] == list(range(len(blocks)))]
     part = [path for path, each in places.items() if len(each) > 1 and each == sorted(set(each))]
     chosen = _chosen(of, {path: [call for _, call in calls[path]] for path in whole or part}, called)

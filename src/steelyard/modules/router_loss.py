@@ -112,7 +112,7 @@ class RouterLoss:
 
 def router_loss_of(model: PreTrainedModel) -> RouterLoss:
     """Return the auxiliary loss of a model's class. Raise `InvalidModelError` if it has none, or a different one."""
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # which few runs need
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # only few runs need it
 
     own = getattr(sys.modules[type(model).__module__], load_balancing_loss_func.__name__, None)
     recorders = (getattr(model, "_can_record_outputs", None) or {}).get(_OUTPUT)

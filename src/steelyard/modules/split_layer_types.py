@@ -149,7 +149,7 @@ def order_of(state: Tensor, seen: Recording) -> tuple[tuple[int, ...], tuple[int
     if state.ndim == 3 and sizes[:2] == [SAMPLES, tokens]:
         return (), ()
     if state.ndim == 3 and sizes[0] == SAMPLES and tokens not in sizes:
-        return (), ()  # of another length
+        return (), ()  # length differs from the samples'
     if sizes.count(SAMPLES) != 1 or sizes.count(tokens) != 1:
         raise seen.refusal(f"a hidden state of {sizes} for {SAMPLES} samples of {tokens} tokens")
     first = [sizes.index(SAMPLES), sizes.index(tokens)]

@@ -102,7 +102,7 @@ def no_cp(split: ModelSplit, layer_type: SplitLayerType, *, attention_drops: boo
         return NO_CP
     blocks = [each for each in split.kinds if each.role is LayerRole.BLOCK]
     found = {each.attention for each in ([layer_type] if layer_type.role is LayerRole.BLOCK else blocks)}
-    if any(found) and found.isdisjoint(("full_attention", "sliding_attention")):  # as a recurrence
+    if any(found) and found.isdisjoint(("full_attention", "sliding_attention")):  # such as a recurrence
         return f"{NO_CP}, and its blocks are of {', '.join(sorted(found))}"
     reasons = {
         "its attention runs step by step, with a mask of the whole sequence": not split.fused_attention,
@@ -223,7 +223,7 @@ def _small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
     plain, wide = (structure_of(without_dropout(small_config(given, widths=each))) for each in ((), widths_of(given)))
     chain = chain_from_config(given, name=found.split.model_type, split=found.split)
     few = chain.first_of_each_type(2)
-    if found.split.read_by(found.split.between):  # the last state of a tower beside those of others
+    if found.split.read_by(found.split.between):  # the last state of a tower as well as others
         few = sorted({*few, found.split.between - 1})
     blocks = config_of_blocks(chain, few, is_compared=True)
     if blocks is not None:
@@ -294,7 +294,7 @@ def _parts(split: ModelSplit) -> tuple[object, ...]:
     layer_types = [(each.name, each.role, each.attention, each.num_experts > 0) for each in split.kinds]
     call = split.call.model_copy(update={"inner": ()})
     encoder = split.encoder
-    if encoder:  # without what its sizes say, and the numbers of blocks that nothing reads, or of what reads a state
+    if encoder:  # without what its sizes set, and the numbers of blocks that nothing reads, or of what reads a state
         unread = f"{encoder.blocks}."
         between = (unread if path.startswith(unread) else re.sub(r"\.\d+\.", ".", path) for path in encoder.between)
         of_encoder = encoder.call.model_copy(update={"places": min(encoder.call.places, 1)})
@@ -341,7 +341,7 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
         blocks = parts.get_submodule(path)
         for layer in (each for each in split.block_layers(path) if each not in few):
             name = str(split.place_of(layer))
-            empty = copy.copy(blocks.get_submodule(name))  # it tells what it is, and ranks copy nothing of it
+            empty = copy.copy(blocks.get_submodule(name))  # keeps its attributes; ranks copy nothing of it
             empty._modules, empty._parameters, empty._buffers = {}, {}, {}
             setattr(blocks, name, empty)
     options = {"ids": ids, "decoder_ids": decoder_ids, "labels": labels, "expected": short, "tolerance": TOLERANCE}

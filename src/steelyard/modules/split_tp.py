@@ -220,7 +220,7 @@ def _regions(block: Block) -> Iterator[_Regions]:
     yield _Regions(block, _merged(groups))
     whole = [group for group in groups if all("." in path for path in group)]
     for gathered in [*([each] for each in whole), *([whole] if len(whole) > 1 else [])]:
-        found = _merged(groups)  # divided likewise, with all that lies between these matrices whole on every rank
+        found = _merged(groups)  # divided likewise, with everything between these matrices whole on every rank
         for path in (path for group in gathered for path in group):
             found[path] = "rows_of_whole" if found[path] == "rows" else "columns_gathered"
         yield _Regions(block, found)
@@ -275,7 +275,7 @@ def _part_of(block: Block, path: str) -> str:
 
 
 def _of_experts(block: Block, routed: str) -> dict[str, str]:
-    """Return the styles in a mixture of experts; experts that take every token are divided as any feed-forward part."""
+    """Return the styles in a mixture of experts; experts that every token uses are divided as any feed-forward part."""
     below = f"{routed}." if routed else ""
     found: dict[str, str] = {}
     groups: dict[str, list[str]] = {}

@@ -209,7 +209,7 @@ def task_of(config: PreTrainedConfig) -> Task:
             "no class of transformers for text (causal, masked, encoder and decoder), speech to text, images with text "
             "or classes of images",
         )
-    bare = {each.__name__ for each in _listed(config, transformers.AutoModel)}  # which say nothing of the task
+    bare = {each.__name__ for each in _listed(config, transformers.AutoModel)}  # these say nothing about the task
     if named and named not in bare:
         classes = [each.__name__ for task in tasks for each in _classes(config, task)]
         raise InvalidModelError(

@@ -224,7 +224,7 @@ class StubbedTransformers(StubbedModel):
             found._forward_hooks = copy.copy(module._forward_hooks)
         if {*module._parameters} == {*found._parameters}:
             found._parameters = module._parameters  # the same dictionary: replacing one in either replaces both
-        elif not _is_constant(module):  # whose parameters are blank: hooks would divide its work
+        elif not _is_constant(module):  # its parameters are blank: hooks would divide its work
             found.__dict__ |= {name: OrderedDict() for name in vars(found) if name.startswith(_HOOKS)}
         if _is_constant(module):
             self._constants.append(found)

@@ -29,7 +29,7 @@ class WaitingGradients:
         self._waiting: list[_Work] = []
         for module in layer.modules():
             if type(module) is nn.Linear:
-                module.__class__ = _WaitingLinear  # whoever divides it calls the forward pass of its class
+                module.__class__ = _WaitingLinear  # code that divides it calls the forward pass of its class
                 module.wait = self._waiting.append
 
     def take(self) -> list[_Work]:

@@ -105,7 +105,7 @@ class ShortChain:
         the model.
         """
         place = self.places[number]
-        waiting = tensors_of(flow)  # a compiled block gives gradients to no tensor that is still on its way
+        waiting = tensors_of(flow)  # a compiled block gives no gradient to a tensor still being communicated
         tensors = [(each.wait() if isinstance(each, AsyncCollectiveTensor) else each).detach() for each in waiting]
         if not place:
             return tensors[0]
