@@ -1,10 +1,10 @@
-"""How the layers of a split model run: embedding and head are the model's own forward pass, stubbed.
+"""Execution of the layers of a split model: the embedding and the head run the model's own forward pass, stubbed.
 
-Where all that the model does there is to call modules one after another, they are just that. Else the embedding runs
-the model up to its first block, the head from the result of its last block on; what both skip costs nothing
-(`steelyard.modules.stubbed_model`). Blocks are called as the model calls them: what they are given beside the hidden
-state (masks, positions, rotary embeddings) depends on no parameter, and one more forward pass with blanks for all
-parameters shows it for each block type.
+If the model only calls modules one after another there, the layer calls just those. Otherwise the embedding runs the
+model up to its first block, and the head runs it from the result of its last block on; the skipped parts cost nothing
+(`steelyard.modules.stubbed_model`). Blocks are called as the model calls them: their arguments other than the hidden
+state (masks, positions, rotary embeddings) depend on no parameter, and one more forward pass with blanks for all
+parameters records them for each block type.
 """
 
 import copy
@@ -32,25 +32,26 @@ from steelyard.modules.stubbed_model import Give, ReachedError, StubbedTransform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedInputs:
-    """What every block reads beside the hidden state; the same on all ranks, over the full sequence."""
+    """Inputs of every block other than the hidden state; identical on all ranks, over the full sequence."""
 
     position_ids: Tensor
     arguments: Mapping[str, BlockArguments] = field(default_factory=dict)
-    """Of a split model: all that each block type is given beside the hidden state."""
+    """Arguments of each block type other than the hidden state, for a split model."""
     token_dims: Callable[[], Mapping[str, BlockArguments]] | None = None
-    """In the place of each tensor of these its dim that is tokens, None where there is none, or two as of a mask."""
+    """Function that returns `arguments` with each tensor replaced by its token dim; None for no such dim, or two as in
+    a mask."""
     of_samples: Arguments | None = None
-    """Of a user's own module: what gives its blocks the same, for the samples that they read."""
+    """Function that gives the blocks of a user's own module these inputs, for the samples that they read."""
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """Return all tensors among them."""
         leaves = pytree.tree_leaves(dict(self.arguments))
         held = (leaf.held if isinstance(leaf, PerSample) else leaf for leaf in leaves)
         return [self.position_ids, *(each for each in held if isinstance(each, Tensor))]
 
 
 class SplitSharedInputs:
-    """Makes the `SharedInputs` of a forward pass of a model that is split by its structure, for some block types."""
+    """Builder of the `SharedInputs` of a forward pass, for some block types of a model split by its structure."""
 
     def __init__(
         self, model: PreTrainedModel, chain: ModelChain, layer_types: Collection[str], *, makes_masks: bool = True
@@ -70,8 +71,8 @@ class SplitSharedInputs:
         self._token_dims: Mapping[str, BlockArguments] | None = None
 
     def __call__(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> SharedInputs:
-        """The arguments of every block type for samples of ``seq_len`` tokens and a hidden state in ``dtype``, made for
-        one sample."""
+        """Return the arguments of every block type for samples of ``seq_len`` tokens and a hidden state in ``dtype``,
+        made for one sample."""
 
         def token_dims() -> Mapping[str, BlockArguments]:
             if self._token_dims is None:
@@ -104,32 +105,32 @@ class SplitSharedInputs:
 
 @dataclass(frozen=True, slots=True)
 class PerSample:
-    """A tensor that blocks want for every sample, one after another in a dim; held for one, since all are alike."""
+    """A tensor that blocks expect once per sample along a dim; held for one sample because all are identical."""
 
     held: Tensor
     dim: int
 
     def of(self, samples: int) -> Tensor:
-        """The tensor for so many samples."""
+        """Return the tensor for this number of samples."""
         times = [samples if dim == self.dim else 1 for dim in range(self.held.ndim)]
         return self.held.repeat(times)
 
 
 @dataclass(frozen=True, slots=True)
 class EndsPerSample:
-    """Where sequences end that stand one behind another, as many in every sample; on the host, where it is read."""
+    """End positions of consecutive sequences, equally many in every sample; on the host, where they are read."""
 
     ends: tuple[int, ...]
     dtype: torch.dtype
 
     def of(self, samples: int) -> Tensor:
-        """The ends of so many samples, behind a 0."""
+        """Return the end positions for this number of samples, after a leading 0."""
         ends = [sample * self.ends[-1] + end for sample in range(samples) for end in self.ends]
         return torch.tensor([0, *ends], dtype=self.dtype)
 
 
 def _per_sample(one: Any, two: Any) -> Any:
-    """What a block is given, from what it is given for one sample and for two."""
+    """Return an argument of a block in its form per sample, found from its values for one sample and for two."""
     if not isinstance(one, Tensor) or one.shape == two.shape:
         return one
     if one.ndim == 1 and 2 * (len(one) - 1) == len(two) - 1:
@@ -139,7 +140,7 @@ def _per_sample(one: Any, two: Any) -> Any:
 
 
 _LENGTHS = (8, 16)
-"""Short sequences whose arguments show what grows with the tokens."""
+"""Short sequence lengths; comparing their arguments shows which dims grow with the tokens."""
 
 
 def _token_dim(few: Any, more: Any) -> int | None:
@@ -151,14 +152,14 @@ def _token_dim(few: Any, more: Any) -> int | None:
 
 
 class CalledPiece:
-    """Modules and operations called one after another: token ids to a hidden state, or that to logits."""
+    """Modules and operations called one after another, from token ids to a hidden state or from that to logits."""
 
     def __init__(self, model: PreTrainedModel, steps: Collection[str]) -> None:
         self._steps = [called_at(model, step) for step in steps]
         self.beside = tuple(model.get_submodule(step) for step in steps if ":" not in step)
 
     def __call__(self, _layer: nn.Module, flow: Tensor | tuple[Tensor, Tensor], context: Context) -> Tensor:
-        """What the last step returns; an encoder's output ends here, with a gradient of 0."""
+        """Return the result of the last step; an encoder's output ends here, with a gradient of 0."""
         found = _AtTheEnd.apply(*flow) if isinstance(flow, tuple) else flow
         for step in self._steps:
             found = step(found, context)
@@ -166,7 +167,7 @@ class CalledPiece:
 
 
 class _AtTheEnd(torch.autograd.Function):
-    """A decoder's hidden state as it is; the encoder's output beside it goes no further, with a gradient of 0."""
+    """Identity on a decoder's hidden state; the encoder's output that comes with it ends here, with a gradient of 0."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, encoded: Tensor) -> Tensor:
@@ -188,12 +189,12 @@ class ShellPiece:
         self.beside = (self._stubbed.model,)
 
     def fill(self, device: torch.device) -> None:
-        """Makes what does not follow from samples, which otherwise the first of them does."""
+        """Make the values that do not depend on samples, which the first forward pass would make otherwise."""
         self._stubbed.fill(device)
 
 
 class EmbeddingPiece(ShellPiece):
-    """Token ids [B, S] to the hidden state that the first block reads, and what blocks read beside it."""
+    """Embedding from token ids [B, S] to the hidden state of the first block and the other values that blocks read."""
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
         self._call, self._streams = split.call_of(1), [split.streams[number] for number in split.made_by(0)]
@@ -201,7 +202,7 @@ class EmbeddingPiece(ShellPiece):
         super().__init__(model, split, split.embedding, self._records)
 
     def __call__(self, _layer: nn.Module, ids: Tensor, _context: Context) -> Tensor | tuple[Tensor, ...]:
-        """The model's own forward pass, ended where the last block begins that is the first to read something."""
+        """Run the model's own forward pass until the last of the blocks that are the first to read a value begins."""
         with suppress(ReachedError):
             self._stubbed(ids, torch.get_default_dtype())
         given = {layer: record.take() for layer, record in self._records.items()}
@@ -212,9 +213,9 @@ class EmbeddingPiece(ShellPiece):
 
 
 class DecoderEmbeddingPiece(ShellPiece):
-    """What the encoder's last block returns to what the decoder's first one reads: a hidden state, and that output.
+    """Layer between two lists of blocks: the encoder's last state to the decoder's first one, and the encoder's output.
 
-    Of a tower states of other blocks are read, too, and what is made of them goes to the blocks of text that read it.
+    For a tower it also reads states of other blocks, and the values made of them go to the text blocks that read them.
     """
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
@@ -232,7 +233,7 @@ class DecoderEmbeddingPiece(ShellPiece):
     def __call__(
         self, _layer: nn.Module, flow: Tensor | tuple[Tensor, ...], context: Context
     ) -> Tensor | tuple[Tensor, ...]:
-        """The model's own forward pass from the one block to the other; a state alone if blocks read no more."""
+        """Run the model's own forward pass between the two blocks; return a state alone if blocks read no more."""
         states = flow if isinstance(flow, tuple) else (flow,)
         for give, state in zip(self._gives, states, strict=False):
             give.hidden = state
@@ -255,19 +256,19 @@ class DecoderEmbeddingPiece(ShellPiece):
 
 
 class CalledDecoderEmbedding:
-    """As `DecoderEmbeddingPiece`, of modules and operations called one after another."""
+    """`DecoderEmbeddingPiece` for modules and operations that are called one after another."""
 
     def __init__(self, model: PreTrainedModel, steps: tuple[Collection[str], Collection[str]]) -> None:
         self._of_ids, self._of_encoded = (CalledPiece(model, each) for each in steps)
         self.beside = (*self._of_ids.beside, *self._of_encoded.beside)
 
     def __call__(self, layer: nn.Module, hidden: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """What the last steps return."""
+        """Return the results of the last steps."""
         return self._of_ids(layer, context.decoder_ids, context), self._of_encoded(layer, hidden, context)
 
 
 class HeadPiece(ShellPiece):
-    """The hidden state that the last block returns to logits."""
+    """Head from the hidden state that the last block returns to logits."""
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
         last = len(split.layers) - 2
@@ -278,7 +279,8 @@ class HeadPiece(ShellPiece):
         super().__init__(model, split, split.head, {last: self._last})
 
     def __call__(self, layer: Layer, flow: Tensor | tuple[Tensor, Tensor], _context: Context) -> Tensor:
-        """The model's own forward pass from there on; what comes before is given one token where it may be.
+        """Run the model's own forward pass after the last block; the part before it gets one token where that is
+        enough.
 
         An encoder's output ends here, with a gradient of 0.
         """
@@ -308,9 +310,9 @@ class BlockPiece:
         self._makes = [split.streams[number] for number in split.made_by(layer)]
 
     def __call__(self, layer: Layer, flow: Tensor | tuple[Tensor, ...], context: Context) -> Any:
-        """The next hidden state, and what else the block makes.
+        """Return the next hidden state and the other values that the block makes.
 
-        In a decoder with the encoder's output, which every block passes on.
+        A decoder's block also returns the encoder's output, which every block passes on.
         """
         hidden, *beside = flow if isinstance(flow, tuple) else (flow,)
         with KnownValues() if self._asks and not has_values(hidden) else nullcontext():
@@ -330,12 +332,12 @@ class BlockPiece:
         return (found, *leaving) if leaving else found
 
     def _arguments(self, side: BlockArguments, hidden: Tensor, beside: Sequence[Tensor]) -> BlockArguments:
-        """All that the block is given."""
+        """Return all arguments of the block."""
         repeated = pytree.tree_map_only((PerSample, EndsPerSample), lambda each: each.of(hidden.shape[0]), side)
         arguments = self._call.with_number(self._call.with_hidden(repeated, hidden), self._place)
         if self._encoder:
             return self._encoder.reads.with_hidden(arguments, beside[0])
-        # the arguments with what the block reads beside the hidden state, and mappings of its own to write into
+        # the arguments with the block's inputs other than the hidden state, and separate mappings to write into
         places, names = arguments
         names = {name: copy.copy(each) if isinstance(each, UserDict) else each for name, each in names.items()}
         for stream, value in zip(self._reads, beside, strict=True):
@@ -348,7 +350,7 @@ class BlockPiece:
 
 
 def split_run(model: PreTrainedModel, split: ModelSplit, layer: int) -> Run:
-    """How a layer of a split model runs."""
+    """Return the function that runs a layer of a split model."""
     role = split.kinds[split.layers[layer]].role
     if role is LayerRole.BLOCK:
         return BlockPiece(split, layer)

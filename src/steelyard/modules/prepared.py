@@ -1,16 +1,16 @@
-"""Prepares a model to be taken apart, in place, by what attributes of its modules show, whatever its type.
+"""Changes in place that prepare a model for its split, chosen by the attributes of its modules, not by its type.
 
 | models              | change                                                                                        |
 |---------------------|-----------------------------------------------------------------------------------------------|
-| T5                  | blocks that read tables of the first one hold them themselves                                 |
-| BEiT, Swin          | a first block that is never left out may be, at a rate of 0                                   |
-| Gemma 4             | what blocks read of others is not cut between two blocks                                      |
+| T5                  | every block holds the tables of relative positions that only the first one has                |
+| BEiT, Swin          | a first block that is never dropped gets a drop path, at a rate of 0                          |
+| Gemma 4             | keys and values that blocks read from others are not cut between two blocks                   |
 | NLLB-MoE            | routers do not cast their weights within a forward pass                                       |
-| T5Gemma 2           | an embedding with a row of its own for one token chooses it place by place                    |
-| GPT-2               | a Conv1D whose result is split in equal parts stores these apart                              |
-| Qwen3-VL            | the first blocks of text add features of the image, which begins a sample, that the stack     |
-|                     | adds between them                                                                             |
-| Swin                | blocks of all stages, and what merges patches behind each, are one list                       |
+| T5Gemma 2           | an embedding with a separate row for one token selects it place by place                      |
+| GPT-2               | a Conv1D whose result is split into equal parts stores its matrices separately                |
+| Qwen3-VL            | the first text blocks add the image features that the stack adds between blocks; the image    |
+|                     | comes first in a sample                                                                       |
+| Swin                | the blocks of all stages and the patch merging after each stage are one list                  |
 
 `steelyard.modules.split_proof` proves the prepared model equal to the unmodified one.
 
@@ -28,14 +28,14 @@ from transformers.pytorch_utils import Conv1D
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Has a function of a module, and of what it is called with, be its forward pass, in place; twice does no harm.
+    """Make a function of a module and its arguments the forward pass of the module, in place; twice does no harm.
 
-    What it replaces the function calls as ``module.own_forward``.
+    The function calls the replaced forward pass as ``module.own_forward``.
     """
     own: Any = type(module)
     if own.forward is not forward:
         changed: Any = type(own.__name__, (own,), {"own_forward": own.forward, "__module__": __name__})
-        changed.forward = forward  # not at its birth, when transformers wraps the forward pass of some classes
+        changed.forward = forward  # after creation, when transformers wraps the forward pass of some classes
         module.__class__ = changed
 
 
@@ -46,7 +46,7 @@ def _give_features(
     deepstack_visual_embeds: Sequence[Tensor] | None = None,
     **names: Any,
 ) -> Any:
-    """As before, with the features [places of an image, H] of all samples given to the blocks by their number."""
+    """Run a stack, with the features [places of an image, H] of all samples given to its blocks by their number."""
     if not deepstack_visual_embeds:
         return stack.own_forward(*places, **names)
     samples, numbered = len(names["inputs_embeds"]), enumerate(deepstack_visual_embeds)
@@ -61,7 +61,7 @@ def _add_features(
     features: UserDict[str, Any] | None = None,
     **names: Any,
 ) -> Tensor:
-    """The next hidden state, with what this block is given added to its first places."""
+    """Return the next hidden state, with the features of this block added to its first places."""
     made = block.own_forward(hidden_BSH, *places, **names)
     own = features and features.get(str(block.self_attn.layer_idx))
     if not own:
@@ -71,7 +71,7 @@ def _add_features(
 
 
 def add_features_in_blocks(stack: Any) -> None:
-    """Has the blocks of a stack add what it adds between them, if it does; twice does no harm."""
+    """Let the blocks of a stack add what the stack adds between them, if anything; twice does no harm."""
     if hasattr(stack, "_deepstack_process"):
         replace_forward(stack, _give_features)
         for block in stack.layers:
@@ -79,7 +79,7 @@ def add_features_in_blocks(stack: Any) -> None:
 
 
 def _share_tables(blocks: Any) -> None:
-    """Gives every block of a list the tables of relative positions that the first alone has."""
+    """Give every block of a list the tables of relative positions that only the first one has."""
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
         return
     for path, first in blocks[0].named_modules():
@@ -92,7 +92,7 @@ def _share_tables(blocks: Any) -> None:
 
 
 def _leave_out_alike(blocks: Any) -> None:
-    """Gives a block that is never left out, as the first, the class of module by which others of its list are."""
+    """Give a block that is never dropped, such as the first, the drop path class of the other blocks of its list."""
     ways = [getattr(block, "drop_path", None) for block in blocks] if isinstance(blocks, nn.ModuleList) else []
     classes = {type(way) for way in ways if way is not None} - {nn.Identity}
     for block, way in zip(blocks, ways, strict=True) if len(classes) == 1 else ():
@@ -101,60 +101,60 @@ def _leave_out_alike(blocks: Any) -> None:
 
 
 def _keep_all_tokens(stack: Any) -> None:
-    """Has blocks that read keys and values of others compute all tokens, and not only those of which logits are asked.
+    """Make blocks that read keys and values of others compute all tokens, not only those whose logits are requested.
 
-    The cut, which keeps all of them where all are asked for, lies between two blocks.
+    The cut between two blocks keeps all tokens if the logits of all are requested.
     """
     if hasattr(stack, "_maybe_slice_kv_shared_inputs"):
         stack._maybe_slice_kv_shared_inputs = lambda *given, **_: given[:4]
 
 
 class RouterLinear(nn.Linear):
-    """A router's matrix that computes in the type of what it reads."""
+    """A router's matrix that computes in the type of its input."""
 
     def to(self, *_places: Any, **_names: Any) -> "RouterLinear":
-        """This matrix as it is."""
+        """Return this matrix unchanged."""
         return self
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The product in the type of the inputs."""
+        """Return the product in the type of the input."""
         bias = self.bias if self.bias is None else self.bias.to(inputs.dtype)
         return functional.linear(inputs, self.weight.to(inputs.dtype), bias)
 
 
 def _keep_router_type(router: Any) -> None:
-    """Has a router leave its weights of the type that they have."""
+    """Make a router keep the type of its weights."""
     if isinstance(vars(router).get("dtype"), torch.dtype) and type(router._modules.get("classifier")) is nn.Linear:
         router.classifier.__class__ = RouterLinear
 
 
 def _rows(embedding: Any, ids: Tensor) -> Tensor:
-    """The rows [B, S, H] of token ids [B, S]; by a mask they are written at places that only values tell."""
+    """Return the rows [B, S, H] of token ids [B, S], without the masked write of the model, which needs values."""
     rows = nn.Embedding.forward(embedding, ids) * embedding.embed_scale.to(embedding.weight.dtype)
     return torch.where((ids == embedding.eoi_token_index)[..., None], embedding.eoi_embedding.to(rows.dtype), rows)
 
 
 def _choose_own_row(embedding: Any) -> None:
-    """Has an embedding with a row of its own for one token choose it place by place."""
+    """Make an embedding with a separate row for one token select it place by place."""
     if hasattr(embedding, "eoi_embedding"):
         replace_forward(embedding, _rows)
 
 
 class ApartConv1D(Conv1D):
-    """A Conv1D of several matrices, stored apart: weight [inputs, parts, outputs of a part], bias [parts, outputs].
+    """A Conv1D of several matrices stored apart: weight [inputs, parts, outputs of a part], bias [parts, outputs].
 
-    So a tensor-parallel rank's part of each is a slice of the last dim.
+    A tensor-parallel rank's part of each matrix is thus a slice of the last dim.
     """
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What the matrices give, side by side."""
+        """Return the results of the matrices, concatenated."""
         product = torch.addmm(self.bias.flatten(), inputs.flatten(0, -2), self.weight.flatten(1))
         return product.view(*inputs.shape[:-1], -1)
 
 
 @torch.no_grad()
 def _store_apart(owner: Any) -> None:
-    """Stores the matrices apart whose results a module splits, as query, key and value of GPT-2."""
+    """Store separately the matrices whose joint result a module splits, such as query, key and value of GPT-2."""
     width = vars(owner).get("split_size")
     for module in owner.children() if isinstance(width, int) else ():
         if type(module) is Conv1D and module.nf > width and module.nf % width == 0:
@@ -165,7 +165,7 @@ def _store_apart(owner: Any) -> None:
 
 
 def store_together(model: nn.Module) -> None:
-    """Stores the matrices of a model together again, in place, as `transformers` has them."""
+    """Store the matrices of a model together again, in place, as `transformers` does."""
     for module in model.modules():
         if isinstance(module, ApartConv1D):
             module.__class__ = Conv1D
@@ -174,22 +174,22 @@ def store_together(model: nn.Module) -> None:
 
 
 def stored_apart(model: nn.Module) -> dict[str, int]:
-    """The modules whose matrices are stored apart, by their path in the model, and how many each has."""
+    """Return the number of separately stored matrices of each module that has them, by its path in the model."""
     found = ((path, each) for path, each in model.named_modules() if isinstance(each, ApartConv1D))
     return {path: each.weight.shape[-2] for path, each in found}
 
 
 _OF_STAGES = ("donut-swin", "swin", "swinv2")
-"""Types whose blocks lie in a list of stages."""
+"""Model types whose blocks are in a list of stages."""
 CHANGES: tuple[Callable[[Any], None], ...] = (
     *(_share_tables, _leave_out_alike, _keep_all_tokens, _keep_router_type, _choose_own_row),
     *(_store_apart, add_features_in_blocks),
 )
-"""What is done with every module that has the attributes for it; twice does no harm."""
+"""Changes to every module that has the attributes for them; twice does no harm."""
 
 
 def prepare(model: Any, model_type: str) -> None:
-    """Makes a model of a type ready to be taken apart, in place; twice does no harm."""
+    """Prepare a model of a type for its split, in place; twice does no harm."""
     for module in list(model.modules()):
         for change in CHANGES:
             change(module)

@@ -1,7 +1,7 @@
-"""Records one forward pass of a model of transformers without values: the modules called, and how its blocks are.
+"""Recording of a forward pass of a `transformers` model without values: the modules called, and the calls of blocks.
 
-The blocks are the list of modules that holds the most parameters and whose modules are called once each, in order; some
-tasks have two such lists. The graph of gradients says which parameters a tensor was made of.
+The blocks are the list of modules with the most parameters whose modules are called once each, in order; some tasks
+have two such lists. The autograd graph shows which parameters a tensor depends on.
 """
 
 from collections import UserDict
@@ -35,7 +35,7 @@ from steelyard.modules.not_split import failed_pass, not_split
 
 
 def nodes_behind(results: Sequence[Tensor], last: Collection[object] = ()) -> set[Any]:
-    """The nodes of autograd through which tensors were made, none of them behind those that are to be the ``last``."""
+    """Return the autograd nodes through which tensors were made, down to the ``last`` ones and not beyond these."""
     left, seen = [each.grad_fn for each in results], set[Any]()
     while left:
         node = left.pop()
@@ -47,18 +47,18 @@ def nodes_behind(results: Sequence[Tensor], last: Collection[object] = ()) -> se
 
 
 def parameters_of(results: Sequence[Tensor], last: Collection[object] = ()) -> set[int]:
-    """The identities of the parameters that tensors were made of, other than by way of the ``last`` nodes."""
+    """Return the ids of the parameters that tensors depend on, other than through the ``last`` nodes."""
     return {id(getattr(node, "variable", None)) for node in nodes_behind(results, last)}
 
 
 def depends(result: Tensor, parameters: Collection[nn.Parameter], leaving: Collection[object] = ()) -> bool:
-    """Whether a tensor was made of one of these parameters, other than by way of what is ``leaving`` the blocks."""
+    """Return whether a tensor depends on any of these parameters, other than through values ``leaving`` the blocks."""
     last = {each.grad_fn for each in leaving if isinstance(each, Tensor)}
     return not parameters_of([result], last).isdisjoint(map(id, parameters))
 
 
 def own_parameters(model: nn.Module, path: str) -> list[nn.Parameter]:
-    """The parameters that a module holds itself."""
+    """Return the parameters that a module holds itself."""
     return list(model.get_submodule(path).parameters(recurse=False))
 
 
@@ -67,7 +67,7 @@ SAMPLES, TOKENS, LONGER, LONGEST = 2, 16, 24, 8192
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a block: what it was given and what it returned."""
+    """One call of a block: its arguments and its result."""
 
     places: tuple[Any, ...]
     names: Mapping[str, Any]
@@ -76,49 +76,49 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is taken apart: a model on the meta device, the config that it was made of, and its task."""
+    """A model to be split, on the meta device, with its config and its task."""
 
     model: PreTrainedModel
     config: PreTrainedConfig
     task: Task
     read: Read
-    """What its first layer reads in the place of token ids."""
+    """Input of the first layer if it reads no token ids."""
 
     def refusal(self, found: str) -> InvalidModelError:
-        """That the model has something in the way of its split."""
+        """Return the error for a model with something that prevents its split."""
         return not_split(self.config, found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording(Subject):
-    """What one forward pass showed: the modules called, in order, by path, and the calls of the blocks."""
+    """Result of one forward pass: the paths of the modules called, in order, and the calls of the blocks."""
 
     called: Sequence[str]
     chains: Mapping[str, Sequence[Call]]
-    """The calls of the blocks of each list, by its path: of an encoder first."""
+    """Calls of the blocks of each list, by the list's path; an encoder comes first."""
     places: Mapping[str, Sequence[int]]
-    """The places of these blocks in each list."""
+    """Indices of these blocks in each list."""
     samples: Tensor
-    """What the first layer reads."""
+    """Input of the first layer."""
     tokens: int
-    """The tokens of each sample."""
+    """Tokens of each sample."""
     decoder_ids: Tensor
-    """The samples, where there is no encoder."""
+    """Token ids of the decoder; the samples if there is no encoder."""
     logits: Tensor
     modules: CalledModules
     keywords: Mapping[str, str | None]
-    """Of every module called with a tensor, the name by which it is given its first; None where by place."""
+    """Name under which each module called is given its first tensor; None if it is given by position."""
     named: Mapping[str, Mapping[str, Any]]
-    """What every module called is given by name."""
+    """Keyword arguments of every module called."""
     asks_for_values: bool
 
     def blocks(self, path: str) -> dict[str, nn.Module]:
-        """The blocks of a list that are called, by their names in it."""
+        """Return the blocks of a list that are called, by their names in it."""
         named = list(self.model.get_submodule(path).named_children())
         return dict(named[place] for place in self.places[path][: len(self.chains[path])])
 
     def entering(self, encoded: object) -> dict[str, str | None]:
-        """The keywords; behind a plus sign each that gives a module the encoder's output beside its first tensor."""
+        """Return the keywords; a name under which a module also gets the encoder's output follows after a plus sign."""
         found = dict(self.keywords)
         for path, names in self.named.items():
             for name in (name for name, each in names.items() if each is encoded and name != found[path]):
@@ -127,18 +127,18 @@ class Recording(Subject):
 
 
 def first_state(seen: Recording) -> Tensor:
-    """What the first block is given first."""
+    """Return the first tensor that the first block is given."""
     (first, *_) = next(iter(seen.chains.values()))
     return next(each for each in (*first.places, *first.names.values()) if isinstance(each, Tensor))
 
 
 def record_pass(of: Subject, more: int = TOKENS) -> Recording:
-    """One forward pass on the meta device, with hooks on all modules, of so many tokens behind those of an image."""
+    """Record a forward pass on the meta device, with hooks on all modules, of ``more`` tokens after an image's."""
     model, task, read = of.model, of.task, of.read
     tokens = more + first_tokens(read)[1]
     paths = {module: path for path, module in model.named_modules()}
     lists = _lists_of(nn.ModuleList, model) | _lists_of(nn.Sequential, model)
-    inside = {  # of each block of the largest list the modules, which may stand elsewhere too, with their paths in it
+    inside = {  # modules of each block of the largest list, with their paths in it; they may occur elsewhere too
         block: {each: inner for inner, each in block.named_modules(prefix=f"{path}.{name}")}
         for path in [*lists][:1]
         for name, block in model.get_submodule(path).named_children()
@@ -188,8 +188,8 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     if any(isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm) for path in called):
         raise of.refusal("batch norms, which would see one rank's microbatch in place of the whole batch")
     places = {path: [place for place, _ in each] for path, each in calls.items()}
-    # lists whose blocks are called one after another; where there are none, those that skip some: blocks for what no
-    # sample holds, as those of a text that read an image
+    # lists whose blocks are called one after another; if there are none, those that skip some: blocks for inputs that
+    # no sample has, such as text blocks that read an image
     whole = [path for path, blocks in lists.items() if places[path] == list(range(len(blocks)))]
     part = [path for path, each in places.items() if len(each) > 1 and each == sorted(set(each))]
     chosen = _chosen(of, {path: [call for _, call in calls[path]] for path in whole or part}, called)
@@ -213,9 +213,9 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
 
 
 def _chosen(of: Subject, chains: Mapping[str, Sequence[Call]], called: Sequence[str]) -> dict[str, Sequence[Call]]:
-    """The largest list of those whose modules are called one after another, or for some tasks two, as they are run."""
+    """Return the largest list whose modules are called one after another, for some tasks two, in order of execution."""
     count = 2 if of.task.has_two_lists else 1
-    if of.task is Task.IMAGE_TEXT:  # what reads several states of a tower may be a list, too
+    if of.task is Task.IMAGE_TEXT:  # modules that read several states of a tower may be a list as well
         chains = {path: each for path, each in chains.items() if _is_chain(each)}
     if len(chains) < count:
         lists_wanted = "two lists" if count > 1 else "list"
@@ -234,7 +234,7 @@ def _chosen(of: Subject, chains: Mapping[str, Sequence[Call]], called: Sequence[
 
 
 def _is_chain(calls: Sequence[Call]) -> bool:
-    """Whether every module of a list is given something that the one before returned."""
+    """Return whether every module of a list is given something that the one before returned."""
     returned = [{id(leaf) for leaf in pytree.tree_leaves(call.outputs)} for call in calls]
     return all(
         {id(each) for each in tensors_given(call)} & before for before, call in zip(returned, calls[1:], strict=False)
@@ -242,21 +242,21 @@ def _is_chain(calls: Sequence[Call]) -> bool:
 
 
 def keyword_of(places: Sequence[Any], names: Mapping[str, Any]) -> str | None:
-    """The name by which a module is given its first tensor; None where by place, or where it is given none."""
+    """Return the name under which a module is given its first tensor; None if by position, or if it is given none."""
     if any(isinstance(each, Tensor) for each in places):
         return None
     return next((name for name, each in names.items() if isinstance(each, Tensor)), None)
 
 
 def tensors_given(call: Call) -> list[Tensor]:
-    """The tensors among the arguments of a block, and in mappings among them."""
+    """Return the tensors among the arguments of a block, including those in mappings."""
     given = [each.data if isinstance(each, UserDict) else each for each in (*call.places, *call.names.values())]
     return [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
 
 
 @contextmanager
 def _called_with_hooks(blocks: Collection[nn.Module]) -> Iterator[None]:
-    """Within it blocks are called with their hooks, though a model calls their ``forward`` itself."""
+    """Run the hooks of blocks within this context, even if a model calls their ``forward`` directly."""
 
     called: set[nn.Module] = set()
 
@@ -284,12 +284,12 @@ def _lists_of(list_type: type[nn.ModuleList | nn.Sequential], model: nn.Module) 
 
 
 def argument_of(call: Call, name: int | str) -> Tensor:
-    """What a block is given in this place, or under this name."""
+    """Return the argument of a block at this position or under this name."""
     return call.names[name] if isinstance(name, str) else call.places[name]
 
 
 class Watched(UserDict[Any, Any]):
-    """A mapping that blocks are given, as one of them sees it: what it reads there, and what it writes."""
+    """A mapping given to blocks, as one of them sees it: the entries that the block reads and those that it writes."""
 
     def __init__(self, mapping: UserDict[Any, Any]) -> None:
         super().__init__()

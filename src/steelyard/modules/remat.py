@@ -1,4 +1,4 @@
-"""What of a layer is kept for its backward pass, and what is computed again there, under each remat choice.
+"""Activation checkpointing: the tensors of a layer kept for its backward pass, or recomputed, under each remat choice.
 
 | remat     | kept                                                 | computed again in backward |
 |-----------|------------------------------------------------------|----------------------------|
@@ -7,20 +7,20 @@
 |           | and of what is `kept_whole`                          |                            |
 | full      | the layer's input                                    | everything                 |
 
-Selective keeps the results of matrix products, of fused attention, of the reductions (all-reduce, reduce-scatter) of
-tensor parallelism and of all-to-alls (of tokens to experts, and of sequence for heads in context parallelism). What it
-computes again is bound by memory and not by FLOP: norms, activation functions, rotary embedding, casts, copies, sums.
-Not kept are
+Selective keeps the results of matrix products, fused attention, the reductions (all-reduce, reduce-scatter) of tensor
+parallelism and all-to-alls (tokens to experts, sequence for heads in context parallelism). The operations that it
+recomputes are bound by memory, not by FLOP: norms, activation functions, rotary embedding, casts, copies, sums. It does
+not keep
 
-- all-gathers of sequence parallelism: a result is tp times as large as what it is made from, and with them selective
-  would hold more than none does (a Llama-3-8B block at tp 8 with sp: 5.6 hidden states instead of 4.9);
+- all-gathers of sequence parallelism: a result is tp times as large as its input, and with them kept selective would
+  hold more than none does (a Llama-3-8B block at tp 8 with sp: 5.6 hidden states instead of 4.9);
 - batched products (``bmm``): in the supported models they are the attention scores of kernels that are not fused;
-- products of routed experts: of k experts for each token, they are wider than all else that is kept. Computing them
-  again is not bound by memory;
-- what is written to afterwards, as by ``x += y`` or an activation in place.
+- products of routed experts: with k experts per token they are wider than everything else that is kept. Recomputing
+  them is not bound by memory;
+- tensors that are written to afterwards, as by ``x += y`` or an in-place activation.
 
-Computing again ends where the last tensor that backward needs has been made. So what only makes the layer's output
-(the last matrix product and its reduction) is repeated by neither choice.
+Recomputation ends after the last tensor that backward needs. Neither choice therefore repeats operations that only make
+the layer's output (the last matrix product and its reduction).
 
 Source: Korthikanti et al. 2022, section 4; torchtitan (``distributed/activation_checkpoint.py``) for the operations,
 to which the all-reduce of tensor parallelism without sp is added.
@@ -55,14 +55,14 @@ SAVED_OPERATIONS = (
     _collective.reduce_scatter_tensor.default,
     _collective.all_to_all_single.default,
 )
-"""The operations whose results selective remat keeps."""
+"""Operations whose results selective remat keeps."""
 
 Results = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A pass through a layer under selective remat, and what it hands to the next one."""
+    """A pass through a layer under selective remat, and the data that it hands to the next one."""
 
     results: deque[Results]
     is_again: bool
@@ -71,13 +71,13 @@ class _Pass:
 
 
 _pass: ContextVar[_Pass | None] = ContextVar("pass", default=None)
-"""The pass that is under way; what computes in the middle of a layer is called by code that knows nothing of it."""
+"""The current pass; a context variable because the callers of code in the middle of a layer do not know of it."""
 
 
 def kept_whole(compute: Callable[[], Results]) -> Results:
-    """What ``compute`` returns, outside autograd. Selective remat keeps that, and nothing made on the way to it.
+    """Return the result of ``compute``, run outside autograd. Selective remat keeps it, but no intermediate results.
 
-    A layer that is computed again takes what was kept and does not compute.
+    A layer that is recomputed takes the kept result and does not call ``compute``.
     """
     current = _pass.get()
     if current is None:
@@ -94,7 +94,7 @@ def kept_whole(compute: Callable[[], Results]) -> Results:
 
 
 def _selective() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For the forward pass, and for what backward computes again."""
+    """Return the contexts of the forward pass and of its recomputation in backward."""
     results: deque[Results] = deque()
     forward, again = create_selective_checkpoint_contexts(_policy)
     first = _Pass(results, False)
@@ -103,10 +103,10 @@ def _selective() -> tuple[AbstractContextManager[None], AbstractContextManager[N
 
 @contextmanager
 def _forgetting_written(forward: Any, current: _Pass) -> Iterator[None]:
-    """The forward pass; what it has kept and was written to since is forgotten at its end, and computed again.
+    """Run the forward pass; at its end forget the kept tensors that were written to, so that they are recomputed.
 
-    Versions of tensors do not tell: that of a product is another than that of its ``_unsafe_view``, which `linear`
-    returns and ``+=`` writes to.
+    Versions of tensors do not show this: a product and its ``_unsafe_view``, which `linear` returns and ``+=`` writes
+    to, have different ones.
     """
     with forward:
         yield
@@ -118,7 +118,7 @@ def _forgetting_written(forward: Any, current: _Pass) -> Iterator[None]:
 
 
 def _policy(_context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-    """Keeps the results of `SAVED_OPERATIONS`, except of those on the way to what is kept whole."""
+    """Keep the results of `SAVED_OPERATIONS`, except on the way to a result that is kept whole."""
     current = _pass.get()
     if current is not None and operation._schema.is_mutable:
         named = zip(operation._schema.arguments, (*arguments, *keywords.values()), strict=False)
@@ -133,7 +133,7 @@ def _storage(tensor: Tensor) -> Any:
 
 
 def compiled_policy(_context: Any, operation: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:
-    """As `_policy` where the operations are traced to be compiled, with nothing kept whole."""
+    """Keep the results of `SAVED_OPERATIONS` when operations are traced to be compiled, where nothing is kept whole."""
     return CheckpointPolicy.MUST_SAVE if operation in SAVED_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -151,4 +151,4 @@ REMAT_CONTEXTS = {
     Remat.SELECTIVE: _selective,
     Remat.FULL: noop_context_fn,
 }
-"""What `torch.utils.checkpoint.checkpoint` takes as ``context_fn``, for each choice that computes something again."""
+"""Argument ``context_fn`` of `torch.utils.checkpoint.checkpoint` for each choice that recomputes something."""

@@ -1,15 +1,15 @@
-"""Data parallelism around one layer: sharded by FSDP2, or replicated, its gradients summed over ranks once a step.
+"""Data parallelism around one layer: sharded by FSDP2, or replicated, with gradients summed over ranks once per step.
 
-Both share precision, accumulation and the kind of parameter that an optimizer sees, whichever a plan chose. A rank's
-loss is already divided by the global number of tokens, so gradients are summed over ranks, not averaged; gloo has no
-scaled sum, hence the plain one.
+Both share precision, gradient accumulation and the kind of parameter that an optimizer sees. A rank's loss is already
+divided by the global number of tokens, so gradients are summed over ranks, not averaged; gloo has no scaled sum, hence
+the plain one.
 
-FSDP2's `replicate` takes a layer for one with a shard group of one rank: it copies all parameters before each forward
-pass and runs hooks around every pass. Here a replicated layer computes on its parameters as they are, or in 16 bits on
-a copy that lives from the first forward pass of a step to the last backward pass. The optimizer sees what FSDP2 would
-show it: parameters and gradients in fp32, DTensors over the axis of data and, where there is one, that of tensors. When
+FSDP2's `replicate` treats a layer as one with a shard group of one rank: it copies all parameters before each forward
+pass and runs hooks around every pass. Here a replicated layer computes directly on its parameters, or in 16 bits on a
+copy that lives from the first forward pass of a step to the last backward pass. The optimizer sees what it would see
+with FSDP2: parameters and gradients in fp32, as DTensors over the data axis and, if there is one, the tensor axis. When
 a backward pass has made all gradients of a layer, they are added to one buffer and freed. After the last pass of a step
-the ranks sum the buffer, while layers before it still work backwards, and its parts are the gradients.
+the ranks sum the buffer, while earlier layers still run their backward pass, and its parts are the gradients.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,9 +31,9 @@ from steelyard.precision import DTYPES, Precision
 
 
 class Replica:
-    """This rank's replica of a layer, made in place: while the layer computes, its parameters are the replica's own.
+    """This rank's replica of a layer, made in place: while the layer computes, its parameters are the replica's.
 
-    Parameters that are replicated over other ranks than those of ``mesh`` have a mesh of their own in ``others``.
+    ``others`` gives the mesh of parameters that are replicated over ranks other than those of ``mesh``.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Replica:
         self._num_made = self._num_awaited = 0
 
     def begin_step(self, num_backwards: int) -> None:
-        """Prepares for a step of so many backward passes."""
+        """Prepare for a step of this many backward passes."""
         self._free_own()
         self._num_made, self._num_awaited = 0, num_backwards * len(self._trained)
 
@@ -82,13 +82,13 @@ class Replica:
         return self._num_made == self._num_awaited
 
     def collect(self) -> None:
-        """Adds what autograd has made so far to the buffer, where a pass does not make all gradients of the layer."""
+        """Add the gradients made so far to the buffer, for a pass that does not make all gradients of the layer."""
         for each in self._sums:
             each.collect()
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Begins to sum the gradients that were made over the ranks; those that were not count as zero."""
+        """Start summing the gradients over the ranks; missing gradients count as zero."""
         for each in self._sums:
             each.collect_last()
         self._free_own()
@@ -96,22 +96,22 @@ class Replica:
             each.reduce()
 
     def finish(self) -> None:
-        """Waits for the sums and adds them to the gradients that the optimizer sees."""
+        """Wait for the sums and add them to the gradients that the optimizer sees."""
         for each in self._sums:
             each.finish()
         self._free_own()
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer sees."""
+        """Return the parameters that the optimizer sees."""
         return [each.seen for each in self._parameters]
 
     def copies(self) -> list[Tensor]:
-        """Copies of parameters in compute precision, where the layer computes on some and has them now."""
+        """Return the compute-dtype copies of parameters that the layer has now, if it computes on copies."""
         own = ((each, each.own.detach()) for each in self._parameters if each.own is not None)
         return [copy for each, copy in own if copy.dtype != each.local.dtype]
 
     def kept_gradients(self) -> list[Tensor]:
-        """What earlier backward passes of the step have left."""
+        """Return the gradients that earlier backward passes of the step have left."""
         late = [each.late for each in self._trained if each.late is not None]
         return [each.buffer for each in self._sums if each.buffer is not None] + late
 
@@ -143,7 +143,7 @@ class Replica:
 
 
 class _GradientSum:
-    """The gradients of parameters that are replicated over the same ranks, in one buffer that these ranks sum."""
+    """One buffer for the gradients of parameters that are replicated over the same ranks, which sum it."""
 
     def __init__(self, parameters: Sequence["_Parameter"]) -> None:
         self._parameters = parameters
@@ -154,7 +154,7 @@ class _GradientSum:
 
     @torch.no_grad()
     def collect(self) -> Tensor:
-        """The buffer, with what autograd has made since the last time."""
+        """Return the buffer, after adding the gradients that autograd has made since the last call."""
         found = [each.take_gradient() for each in self._parameters]
         write = torch._foreach_add_
         if self.buffer is None:
@@ -170,7 +170,7 @@ class _GradientSum:
         return self.buffer
 
     def collect_last(self) -> None:
-        """As `collect`, with what the ranks that divide tensors sum once a step."""
+        """Collect, and add the gradients that tensor-parallel ranks sum once per step."""
         total = self.collect()
         for each, part in zip(self._parameters, self._parts(total), strict=True):
             if each.late is not None:
@@ -178,12 +178,12 @@ class _GradientSum:
                 each.late = None
 
     def reduce(self) -> None:
-        """Begins to sum the buffer over the ranks."""
+        """Start summing the buffer over the ranks."""
         if self._group is not None:
             self._work = dist.all_reduce(self.buffer, group=self._group, async_op=True)
 
     def finish(self) -> None:
-        """Waits for the sum and adds it to the gradients that the optimizer sees."""
+        """Wait for the sum and add it to the gradients that the optimizer sees."""
         if self._work is not None:
             self._work.wait()
         assert self.buffer is not None, "what is finished was reduced"
@@ -197,9 +197,9 @@ class _GradientSum:
 
 
 class Replicas:
-    """The replicas of a part of the pipeline, in the order of the chain.
+    """Replicas of a part of the pipeline, in the order of the chain.
 
-    All ranks reduce them in one order, from the last layer to the first, whatever order their gradients are made in.
+    All ranks reduce them in one order, from the last layer to the first, in whatever order their gradients are made.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
@@ -213,13 +213,13 @@ class Replicas:
         return iter(self._all)
 
     def begin_step(self, num_backwards: int) -> None:
-        """Prepares for a step of so many backward passes."""
+        """Prepare for a step of this many backward passes."""
         self._num_reduced = 0
         for replica in self._replicas:
             replica.begin_step(num_backwards)
 
     def end_step(self) -> None:
-        """Gives all parameters their gradients, when the backward passes have ended."""
+        """Give all parameters their gradients after the backward passes have ended."""
         for replica in self._replicas[self._num_reduced :]:
             replica.reduce()
         for replica in self._all:
@@ -239,7 +239,7 @@ class _Parameter:
         self.replicated_over = mesh
         self._mesh, self._placements = mesh, (Replicate(),)
         self._tensor_mesh: DeviceMesh | None = None
-        """The axis over which tensors are divided, if there is one."""
+        """Axis over which tensors are divided, if there is one."""
         self._tensor_placements: tuple[Placement, ...] = ()
         local = parameter.detach()
         if isinstance(local, DTensor):
@@ -248,15 +248,15 @@ class _Parameter:
             self._placements = (Replicate(), *local.placements)
             local = local.to_local()
         self.local = local.clone(memory_format=torch.contiguous_format)
-        """This rank's part, which `seen` and, in fp32, `own` show; a copy, since layers may share a parameter."""
+        """This rank's part, which `seen` and, in fp32, `own` view; a copy because layers may share a parameter."""
         self.seen = nn.Parameter(self._shown(self.local), requires_grad=parameter.requires_grad)
         self.own: nn.Parameter | None = None
         self.late: DTensor | None = None
-        """A gradient that the ranks that divide tensors have yet to sum, which they do once a step."""
+        """Gradient that tensor-parallel ranks have yet to sum, which they do once per step."""
 
     @torch.no_grad()
     def make_own(self, dtype: torch.dtype, on_gradient: Callable[[Tensor], None]) -> nn.Parameter:
-        """What the layer computes on."""
+        """Make the parameter that the layer computes on."""
         own = self.local.to(dtype)
         if self._tensor_mesh is not None:
             own = DTensor.from_local(own, self._tensor_mesh, self._tensor_placements, run_check=False, **self._size)
@@ -266,17 +266,17 @@ class _Parameter:
         return self.own
 
     def free_own(self) -> None:
-        """Lets go of what the layer computed on.
+        """Release the parameter that the layer computed on.
 
-        Where that is a copy, its memory goes at once: autograd's graph would hold it until the pass has ended. Without
-        a gradient of its own a parameter may still be needed by what comes before it.
+        The memory of a copy is freed at once, because autograd's graph would hold it until the pass has ended. A copy
+        that requires no gradient is left to the graph: earlier operations may still need it.
         """
         if self.own is not None and self.own.requires_grad and self.own.dtype != self.local.dtype:
             local_part(self.own.detach()).untyped_storage().resize_(0)
         self.own = None
 
     def take_gradient(self) -> Tensor | None:
-        """This rank's part of what autograd has made since the last time, if it has."""
+        """Return this rank's part of the gradient made since the last call; None if there is none yet."""
         if self.own is None or self.own.grad is None:
             return None
         gradient, self.own.grad = self.own.grad, None
@@ -290,7 +290,7 @@ class _Parameter:
 
     @torch.no_grad()
     def add_gradient(self, part: Tensor) -> None:
-        """Makes a part of the buffer the gradient that the optimizer sees, or adds it to one that is there."""
+        """Make a part of the buffer the gradient that the optimizer sees, or add it to an existing gradient."""
         if self.seen.grad is None:
             self.seen.grad = self._shown(part)
         else:
@@ -309,11 +309,11 @@ def shard_over(
     expert_mesh: DeviceMesh | None = None,
     on_host: bool = False,
 ) -> FSDPModule:
-    """The layer with its parameters sharded over the one axis of ``mesh``, in place.
+    """Shard the parameters of the layer over the one axis of ``mesh``, in place.
 
-    Of two axes, over the second one, and replicated over the first (hybrid sharding).
-    Experts that ep has divided are sharded over ``expert_mesh``, which is what ep leaves of ``mesh``. Experts are cut
-    where shards come out equal: there are often fewer of them than shards. ``on_host`` keeps all shards in host memory.
+    A mesh of two axes shards over the second and replicates over the first (hybrid sharding). Experts that ep has
+    divided are sharded over ``expert_mesh``, the part of ``mesh`` that ep leaves, and along a dim that gives equal
+    shards, because there are often fewer experts than shards. ``on_host`` keeps all shards in host memory.
     """
     module = fully_shard(
         layer,
@@ -326,21 +326,21 @@ def shard_over(
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if any(isinstance(each, nn.ModuleList | nn.ModuleDict) for each in routed_experts(layer)):
-        module.set_reduce_scatter_unused_params(True)  # ranks choose others, by their tokens
+        module.set_reduce_scatter_unused_params(True)  # ranks use different ones, by their tokens
     if on_host:
         rest_on_host(module, mesh.device_type)
     return module
 
 
 def reduce_gradients(layer: FSDPModule, *, in_time: bool, is_last: bool) -> None:
-    """Ends a weight pass of a sharded layer, of which FSDP's hooks know nothing.
+    """End a weight pass of a sharded layer, which FSDP's hooks do not see.
 
-    Reduces what was accumulated over the backward passes if it is ``in_time``, and over replicas of shards once a step,
-    in the last pass. Parameters stay as they are gathered, which they may be for another microbatch.
+    Reduce the gradients accumulated over the backward passes if ``in_time``, and over replicas of shards once per step,
+    in the last pass. Gathered parameters stay gathered, because another microbatch may use them.
     """
     for group in layer._get_fsdp_state()._fsdp_param_groups:
         reshards, group.reshard_after_backward = group.reshard_after_backward, False
-        group.post_backward()  # accumulates in the type that reduces
+        group.post_backward()  # accumulates in the reduce dtype
         if in_time:
             group.reduce_grads, group.all_reduce_grads = True, is_last
             group.post_backward()
@@ -349,16 +349,17 @@ def reduce_gradients(layer: FSDPModule, *, in_time: bool, is_last: bool) -> None
 
 
 def end_weight_passes(root: FSDPModule) -> None:
-    """Waits for what was reduced, after the last weight pass of a step."""
+    """Wait for the reductions after the last weight pass of a step."""
     root.set_is_last_backward(True)
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 @torch.no_grad()
 def complete_gradients(layer: FSDPModule) -> None:
-    """Gives parameters that no microbatch of the step has used so far whole gradients of zero, before the last one.
+    """Give parameters that the microbatches of the step have not used so far zero gradients, before the last one.
 
-    Whole gradients are kept in the type that reduces, a new one is not, and FSDP reduces those of one type together.
+    These are unsharded and in the reduce dtype, as accumulated gradients are; FSDP reduces those of one dtype together,
+    and a new gradient would not be in it.
     """
     for group in layer._get_fsdp_state()._fsdp_param_groups:
         for each in group.fsdp_params if group.reduce_scatter_unused_params else ():
@@ -369,9 +370,9 @@ def complete_gradients(layer: FSDPModule) -> None:
 def replicate_over(
     layer: ChainLayer, mesh: DeviceMesh, precision: Precision, *, expert_mesh: DeviceMesh | None = None
 ) -> Replica:
-    """This rank's replica of the layer, with its parameters replicated over the one axis of ``mesh``, in place.
+    """Return this rank's replica of the layer, with parameters replicated over the one axis of ``mesh``, in place.
 
-    Experts that ep has divided are replicated over ``expert_mesh``, which is what ep leaves of ``mesh``.
+    Experts that ep has divided are replicated over ``expert_mesh``, the part of ``mesh`` that ep leaves.
     """
     if expert_mesh is None:
         return Replica(layer, mesh, activation_dtype(precision))
@@ -380,8 +381,10 @@ def replicate_over(
 
 
 def mixed_precision(precision: Precision, trained: Collection[torch.dtype]) -> MixedPrecisionPolicy:
-    """The policy of a precision: 16 bits compute, and gradients are reduced in fp32, unless all parameters that are
-    ``trained`` are kept in the type that computes."""
+    """Return the FSDP policy of a precision: compute in 16 bits, reduce gradients in fp32.
+
+    Nothing is cast in fp32, or if all parameters that are ``trained`` are kept in the compute dtype.
+    """
     dtype = activation_dtype(precision)
     if dtype is torch.float32 or {*trained} == {dtype}:
         return MixedPrecisionPolicy()
@@ -389,6 +392,6 @@ def mixed_precision(precision: Precision, trained: Collection[torch.dtype]) -> M
 
 
 def activation_dtype(precision: Precision) -> torch.dtype:
-    """Type of the hidden state between layers."""
+    """Dtype of the hidden state between layers."""
     dtype: torch.dtype = getattr(torch, DTYPES[precision])
     return dtype

@@ -1,4 +1,4 @@
-r"""The auxiliary loss of routers, which keeps the experts of a model evenly used, as models of transformers have it.
+r"""Auxiliary loss of routers, which keeps the experts of a model evenly used, as in models of transformers.
 
 $$L_m = E \sum_{e=1}^{E} \frac{c_e}{R} \frac{p_e}{R}, \qquad \text{loss} = \text{main} + \frac{\alpha}{M} \sum_m L_m$$
 
@@ -11,20 +11,20 @@ $$L_m = E \sum_{e=1}^{E} \frac{c_e}{R} \frac{p_e}{R}, \qquad \text{loss} = \text
 | $\alpha$ | ``router_aux_loss_coef`` of the config                                                              |
 | $M$      | microbatches of a global batch                                                                      |
 
-Only $p$ has a gradient, which is the same for every token: $\alpha E c_e / (M R^2)$. So $c$ and $p$, 2 E numbers, are
-all that layers, ranks and stages must tell each other. Each layer returns those of its tokens beside its output, in
-fp32, anew wherever it is computed again. A part of the pipeline adds up its layers', sums over the ranks of its stage
-in one all-reduce, adds what the parts before it have sent along with the hidden state, and sends the sum on. The last
-part makes the loss of it; the gradient of $p$ comes back with that of the hidden state.
+Only $p$ has a gradient, which is the same for every token: $\alpha E c_e / (M R^2)$. Layers, ranks and stages therefore
+exchange only $c$ and $p$, 2 E numbers. Each layer returns the statistics of its tokens in fp32 after its output, also
+when it is recomputed. A part of the pipeline adds up the statistics of its layers, sums them over the ranks of its
+stage in one all-reduce, adds those received from earlier parts with the hidden state, and sends the sum on. The last
+part computes the loss; the gradient of $p$ comes back with that of the hidden state.
 
-The tokens are those of a whole microbatch, on whichever ranks they lie: layers of one plan divide samples differently,
-and a loss of a rank's own would depend on the plan. (Megatron-LM's and transformers' own trainers take each data rank's
-samples by themselves.) It is the loss of one process that is given the same microbatches. Nothing is padded here, so
-the function's attention mask would change nothing.
+The tokens are those of a whole microbatch, on all ranks, because layers of one plan divide samples differently and a
+loss per rank would depend on the plan. (The trainers of Megatron-LM and transformers take each data rank's samples
+separately.) It equals the loss of one process that is given the same microbatches. Nothing is padded here, so the
+function's attention mask would change nothing.
 
-Source: Fedus et al. 2021, equations 4 to 6; ``load_balancing_loss_func`` of transformers, whose every model with the
-very code of Mixtral's is trained so. Not modelled: biases of routers that DeepSeek-V3 moves instead of adding a loss,
-which transformers keeps as they are; z losses.
+Source: Fedus et al. 2021, equations 4 to 6; ``load_balancing_loss_func`` of transformers, for every model that has
+exactly Mixtral's function. Not modelled: router biases that DeepSeek-V3 updates instead of adding a loss, which
+transformers leaves unchanged; z losses.
 """
 
 import inspect
@@ -46,7 +46,7 @@ from steelyard.plan.strategy import Strategy
 
 _OUTPUT = "router_logits"
 _READS = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
-"""What transformers' models keep for the loss."""
+"""Attributes that transformers' models keep for the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,19 +57,19 @@ class RouterLoss:
     num_experts: int
     top_k: int
     recorders: tuple[Any, ...]
-    """How transformers finds the logits of routers: by classes of modules, and places in what these return."""
+    """Rules by which transformers finds the logits of routers: classes of modules, and indices into their results."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the statistics of some tokens: how often each expert is chosen, and the sums of its probabilities."""
+        """Shape of the statistics of tokens: the selection count of each expert, and the sum of its probabilities."""
         return 2, self.num_experts
 
     def has_routers(self, layer: nn.Module) -> bool:
-        """Whether any router's logits in a layer count."""
+        """Return whether the logits of any router in a layer count."""
         return any(True for _ in self._routers(layer))
 
     def beside(self, layer: nn.Module, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What ``run`` computes with the layer, and behind it the statistics of the tokens that it routes.
+        """Return the results of ``run``, which computes with the layer, followed by the statistics of its tokens.
 
         Tensor-parallel ranks that route the same tokens each count a share of them, as they do of their gradients.
         """
@@ -96,7 +96,7 @@ class RouterLoss:
             yield found
 
     def statistics(self, logits_TE: Tensor) -> Tensor:  # noqa: N803
-        """Of tokens that one router has given these logits, in the precision in which transformers takes them."""
+        """Return the statistics of tokens with these logits of one router, in the precision that transformers uses."""
         probabilities_TE = nn.functional.softmax(logits_TE, dim=-1)  # noqa: N806
         chosen = probabilities_TE.topk(self.top_k, dim=-1).indices.flatten()
         counts = torch.zeros(self.num_experts, device=chosen.device)
@@ -104,15 +104,15 @@ class RouterLoss:
         return torch.stack([counts, probabilities_TE.float().sum(dim=0)])
 
     def value(self, statistics: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of a microbatch and its gradient, both before they are multiplied by the coefficient."""
+        """Return the loss of a microbatch and its gradient, both without the coefficient."""
         counts, probabilities = statistics
         gradient = self.num_experts * counts / (counts.sum() / self.top_k) ** 2
         return (gradient * probabilities).sum(), torch.stack([torch.zeros_like(gradient), gradient])
 
 
 def router_loss_of(model: PreTrainedModel) -> RouterLoss:
-    """The auxiliary loss that a model's class has; raises `InvalidModelError` for one that has none, or another."""
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # which few runs need
+    """Return the auxiliary loss of a model's class. Raise `InvalidModelError` if it has none, or a different one."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # only few runs need it
 
     own = getattr(sys.modules[type(model).__module__], load_balancing_loss_func.__name__, None)
     recorders = (getattr(model, "_can_record_outputs", None) or {}).get(_OUTPUT)
@@ -136,13 +136,13 @@ def _code(function: Any) -> tuple[bytes, tuple[str, ...]]:
 
 
 def copies(layer: nn.Module) -> int:
-    """How many tensor-parallel ranks route the same tokens, each to experts of its own; 1 where they are whole."""
+    """Number of tensor-parallel ranks that route the same tokens, each to its own experts; 1 if experts are whole."""
     divided = [each for each in routed_experts(layer) if hasattr(each, "num_all_experts")]
     return max((each.num_all_experts // each.num_experts for each in divided), default=1)
 
 
 def check_routers(layer: nn.Module, strategy: Strategy) -> None:
-    """Raises `InvalidPlanError` where ranks of tp would each count all tokens and the gradients of all experts."""
+    """Raise `InvalidPlanError` if each rank of tp would count all tokens and the gradients of all experts."""
     if strategy.tensor_degree != copies(layer):
         raise InvalidPlanError(
             field="parallel",
@@ -154,31 +154,31 @@ def check_routers(layer: nn.Module, strategy: Strategy) -> None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PartRouters:
-    """The routers of one part of a pipeline: what passes through it of their statistics."""
+    """Routers of one part of a pipeline, and the statistics that pass through it."""
 
     loss: RouterLoss
     group: dist.ProcessGroup
-    """The ranks of the stage."""
+    """Ranks of the stage."""
     device: torch.device
     is_first: bool
     is_last: bool
     num_microbatches: int
     losses: list[Tensor] = field(default_factory=list)
-    """In the last part, the loss of every microbatch of a step, not multiplied by the coefficient."""
+    """Loss of every microbatch of a step, without the coefficient; in the last part only."""
 
     def arrived(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """What flows into the first layer, and the statistics of the parts before."""
+        """Return the inputs of the first layer, and the statistics of the parts before (None in the first part)."""
         return (inputs, None) if self.is_first else (inputs[:-1], inputs[-1])
 
     def own(self, of_layers: Sequence[Tensor]) -> Tensor:
-        """The statistics of this rank's tokens in all layers of the part."""
+        """Return the statistics of this rank's tokens in all layers of the part."""
         zeros = torch.zeros(self.loss.shape, device=self.device, requires_grad=not of_layers)
         return sum(of_layers, zeros)
 
     def passed_on(self, outputs: tuple[Tensor, ...], before: Tensor | None) -> tuple[Tensor, ...]:
-        """What flows out of the part, given that of its layers with `own` behind it: the loss has the gradients of p.
+        """Return the outputs of the part, given those of its layers followed by `own`.
 
-        The loss keeps its value.
+        The last part returns the loss with its value unchanged and the gradients of p attached.
         """
         *flow, own = outputs
         summed = _Summed.apply(own, self.group)
@@ -191,7 +191,7 @@ class PartRouters:
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over the ranks of a group, of which every rank has the whole gradient."""
+    """Sum over the ranks of a group; every rank gets the whole gradient."""
 
     @staticmethod
     def forward(_ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -206,7 +206,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Trained(torch.autograd.Function):
-    """The main loss; statistics have the gradient that is given."""
+    """Identity on the main loss; its backward pass gives the statistics the gradient passed in."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, _statistics: Tensor, gradient: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""What a recorded pass shows of blocks: what flows from one to the next, and which of them are of one type.
+"""Analysis of a recorded pass: the values that flow between blocks, and which blocks are of one type.
 
-Beside the hidden state some blocks read what others made, or the embedding. Blocks are of one type if they have the
-same structure and are given the same. Two modules have the same structure when their trees of modules have the same
-classes, the same parameters and buffers with the same shapes and types, and the same settings (whatever numbers, texts
-and switches a module keeps), except those that only say where a layer stands.
+Some blocks read more than the hidden state: values that other blocks or the embedding made. Blocks are of one type if
+they have the same structure and are given the same. Two modules have the same structure if their trees of modules have
+the same classes, the same parameters and buffers with the same shapes and types, and the same settings (numbers, texts
+and switches that a module keeps), except those that only say where a layer stands.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ from steelyard.modules.recording import (
 
 
 def all_streams(seen: Recording, call: BlockCall, *, keeps_results: bool) -> list[SplitStream]:
-    """What flows past the blocks of the first list, which are called so."""
+    """Return the streams past the blocks of the first list; ``call`` says how these are called."""
     path, blocks = next(iter(seen.chains.items()))
     streams = list(_streams(blocks, call, keeps_results=keeps_results))
     if not streams:
@@ -51,14 +51,14 @@ def all_streams(seen: Recording, call: BlockCall, *, keeps_results: bool) -> lis
 
 
 def _with_most(stream: SplitStream, longest: Sequence[Call]) -> SplitStream:
-    """The stream with what those of its dims never exceed that are shorter than many tokens."""
+    """Return the stream with upper bounds of its token dims that stay shorter than a long sequence."""
     sizes = dict(_given(longest[stream.readers[0] - 1]))[stream.argument, stream.entry].shape[1:]
     most = tuple(size if size < LONGEST and known <= 0 else 0 for size, known in zip(sizes, stream.shape, strict=True))
     return stream.model_copy(update={"most": most if any(most) else ()})
 
 
 def state_lengths(seen: Recording, calls: Mapping[str, BlockCall]) -> dict[str, tuple[int, int]]:
-    """For each list of blocks the places of a state for each token, and beside them, where they are not the tokens.
+    """Return each list's state length as (places per token, further places); empty if all are the number of tokens.
 
     The blocks that read features have states of one shape.
     """
@@ -75,14 +75,13 @@ def state_lengths(seen: Recording, calls: Mapping[str, BlockCall]) -> dict[str, 
 
 
 def _length(chain: Sequence[Call], call: BlockCall) -> int:
-    """The places of the state that enters a list of blocks."""
+    """Length of the state that enters a list of blocks."""
     return call.hidden((chain[0].places, chain[0].names)).shape[1]
 
 
 def streams_past_a_tower(tower: Sequence[Call], text: Sequence[Call], how: BlockCall) -> Iterator[SplitStream]:
-    """The states of a tower that are read beside the last one, and what the first blocks of text add that is made of
-    them: both by the layer between, which takes the tower's blocks to be called so.
-    """
+    """Yield the streams that the layer between a tower and the text reads or makes: states of the tower other than the
+    last one, and values made of them that the first text blocks add. ``how`` says how the tower's blocks are called."""
     between = 1 + len(tower)
     results = [each.outputs if how.result is None else each.outputs[how.result] for each in tower]
     place_of = {each.grad_fn: place for place, each in enumerate(results)}
@@ -98,9 +97,9 @@ def streams_past_a_tower(tower: Sequence[Call], text: Sequence[Call], how: Block
 
 
 def block_call(seen: Recording, path: str) -> BlockCall:
-    """Where the result of a block of a list goes into the next; the same for all.
+    """Return how the result of a block of a list enters the next one, the same for all.
 
-    A state of one shape, of blocks behind what is read in the place of tokens, has no dim of tokens.
+    A state of one shape, of blocks after an input other than tokens, has no token dim.
     """
     calls, read = seen.chains[path], seen.read if path == next(iter(seen.chains)) else None
     first = calls[0].outputs
@@ -142,14 +141,15 @@ def block_call(seen: Recording, path: str) -> BlockCall:
 
 
 def order_of(state: Tensor, seen: Recording) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dims of a hidden state that are samples and tokens, and the others, where these come first; the sizes of all
-    others, where they are several.
+    """Return the order of a hidden state's dims, samples and tokens first, and the sizes of the others.
+
+    The order is empty if these come first already, the sizes if there is one other dim.
     """
     sizes, tokens = list(state.shape), seen.tokens
     if state.ndim == 3 and sizes[:2] == [SAMPLES, tokens]:
         return (), ()
     if state.ndim == 3 and sizes[0] == SAMPLES and tokens not in sizes:
-        return (), ()  # of another length
+        return (), ()  # length differs from the samples'
     if sizes.count(SAMPLES) != 1 or sizes.count(tokens) != 1:
         raise seen.refusal(f"a hidden state of {sizes} for {SAMPLES} samples of {tokens} tokens")
     first = [sizes.index(SAMPLES), sizes.index(tokens)]
@@ -160,14 +160,14 @@ def order_of(state: Tensor, seen: Recording) -> tuple[tuple[int, ...], tuple[int
 
 
 def _number(calls: Sequence[Call]) -> int | str | None:
-    """Where blocks are given their own number, of which there is more than one."""
+    """Return the argument by which blocks are given their own index; None if there is none, or one block only."""
     given = [dict(enumerate(each.places)) | dict(each.names) for each in calls]
     counts = (n for n in given[0] if all(type(each.get(n)) is int and each[n] == p for p, each in enumerate(given)))
     return next(counts, None) if len(calls) > 1 else None
 
 
 def encoded_argument(seen: Recording, calls: Sequence[Call], how: BlockCall) -> int | str:
-    """Where every block of a decoder is given the encoder's output."""
+    """Return the argument by which every block of a decoder is given the encoder's output."""
     given = [dict(enumerate(each.places)) | dict(each.names) for each in calls]
     found = [
         name
@@ -181,11 +181,11 @@ def encoded_argument(seen: Recording, calls: Sequence[Call], how: BlockCall) -> 
 
 
 _Where = tuple[int | str, tuple[str, int] | None]
-"""The argument that a stream is, or the mapping and the entry there."""
+"""Argument that a stream is, or the mapping and the entry in it."""
 
 
 def _given(call: Call, *, written: bool = False) -> Iterator[tuple[_Where, Tensor]]:
-    """What depends on parameters among the arguments of a block: itself, and what it reads, or writes, in mappings."""
+    """Yield the tensors among a block's arguments and those it reads in mappings; if ``written``, those it writes."""
     given: list[tuple[int | str, Any]] = [*enumerate(call.places), *call.names.items()]
     for name, value in given:
         if isinstance(value, Tensor) and not written:
@@ -197,17 +197,17 @@ def _given(call: Call, *, written: bool = False) -> Iterator[tuple[_Where, Tenso
 
 
 def _streams(calls: Sequence[Call], how: BlockCall, *, keeps_results: bool) -> Iterator[SplitStream]:
-    """What depends on parameters and is given to blocks beside the hidden state, in the order of its reading.
+    """Yield the values that depend on parameters and that blocks are given besides the hidden state, in reading order.
 
-    What blocks return they are given only with ``keeps_results``: some make it anew where they are given none. So are
-    whole numbers that one of them returns, as the places of tokens that it has chosen.
+    Results of blocks count only with ``keeps_results``, because some blocks recompute them if they are given none. The
+    same holds for whole numbers that a block returns, such as the places of tokens that it has chosen.
     """
     returned = {id(leaf) for each in calls for leaf in pytree.tree_leaves(each.outputs)}
     makers: dict[int, tuple[int, int | None]] = {
         id(value): (place, None) for place, call in enumerate(calls, 1) for _, value in _given(call, written=True)
     }
     if keeps_results:
-        for place, call in reversed([*enumerate(calls, 1)]):  # of those that hand it on the first has made it
+        for place, call in reversed([*enumerate(calls, 1)]):  # the first block that returns it has made it
             outputs = call.outputs if isinstance(call.outputs, tuple | list) else ()
             makers |= {id(each): (place, number) for number, each in enumerate(outputs) if number != how.result}
     found: dict[tuple[_Where, int], SplitStream] = {}
@@ -227,7 +227,7 @@ def _streams(calls: Sequence[Call], how: BlockCall, *, keeps_results: bool) -> I
 
 
 def _of_tokens(stream: SplitStream, seen: Recording, longer: Sequence[Call], more: int) -> SplitStream:
-    """The stream with 0 in the place of the dims that are tokens, as calls with ``more`` tokens show."""
+    """Return the stream with 0, or minus the places beyond the tokens, for each token dim, as ``more`` tokens show."""
     calls = next(iter(seen.chains.values()))
     given = [dict(_given(each[stream.readers[0] - 1])) for each in (calls, longer)]
     samples, *sizes = zip(*(each[stream.argument, stream.entry].shape for each in given), strict=True)
@@ -243,7 +243,7 @@ _INTERNAL = frozenset({"training", "call_super_init", "dump_patches", "gradient_
 
 
 def signature(module: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """Equal for modules that do the same work on inputs of the same shape, and stand in the same place."""
+    """Yield the structure of a module, equal for modules that do the same work at the same place on equal shapes."""
     for path, owner in module.named_modules():
         yield path, type(owner).__module__, type(owner).__qualname__
         for name, value in sorted(vars(owner).items()):
@@ -264,7 +264,7 @@ def types_of_layers(
     lengths: Mapping[str, tuple[int, int]],
     shapes: Sequence[tuple[int, ...]],
 ) -> tuple[list[SplitLayerType], list[int], list[Any]]:
-    """The layer types, for each layer the index of its type, and the rotary embedding of each block type."""
+    """Return the layer types, the index of each layer's type, and the rotary embedding of each block type."""
     config, first, blocks = seen.config, next(iter(calls)), list(calls)[-1]
     tokens = lengths.get(first, (1, 0))
     layer_types = [
@@ -324,11 +324,12 @@ def _key(
     block: int,
     config: PreTrainedConfig,
 ) -> tuple[Hashable, ...]:
-    """Equal for blocks that are given the same; ``hidden`` says under what names they are given what flows along.
+    """Return a key that is equal for blocks that are given the same.
 
-    ``flowing`` are the streams that the block reads or makes, and its layer. A mapping may have them by its number.
+    ``hidden`` names the arguments that flow along the chain. ``flowing`` are the streams that the block reads or makes,
+    and its layer. A mapping may have them by its number.
 
-    What else of that which blocks return is ``passed`` on they are not given: a proof shows whether they make it anew.
+    Other results of blocks that are ``passed`` on count as not given: a proof shows whether blocks recompute them.
     """
     given: list[Hashable] = []
     streams, layer = flowing
@@ -356,7 +357,7 @@ def _key(
 
 
 def _signature(block: nn.Module, place: int) -> Iterator[tuple[Any, ...]]:
-    """The structure of a block, without the numbers that say where it stands."""
+    """Yield the structure of a block, without the numbers that say where it stands."""
     for part in signature(block):
         is_place = len(part) == 3 and type(part[2]) is int and part[2] == place
         if not (is_place and ("idx" in part[1] or "id" in part[1].split("_") or "index" in part[1])):
@@ -372,7 +373,7 @@ def _attention(config: PreTrainedConfig, block: int) -> str:
 
 
 def _names(blocks: Sequence[nn.Module], attention: Sequence[str]) -> list[str]:
-    """A name for each block type: by what tells it from the others, where words do, else by number."""
+    """Return a name for each block type: the words that distinguish it from the others, or else a number."""
     sparse = [bool(routed_experts(block)) for block in blocks]
     found = []
     for has_experts, attends in zip(sparse, attention, strict=True):
@@ -386,7 +387,7 @@ def _names(blocks: Sequence[nn.Module], attention: Sequence[str]) -> list[str]:
 
 
 def _rotary(call: Call) -> tuple[Tensor, Tensor] | None:
-    """The pair of cosines and sines [.., S, D] that a block is given."""
+    """Return the pair of cosines and sines [.., S, D] that a block is given, or None."""
     for value in (*call.places, *call.names.values()):
         if isinstance(value, tuple) and len(value) == 2 and all(isinstance(each, Tensor) for each in value):
             return value

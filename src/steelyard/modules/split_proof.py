@@ -1,8 +1,8 @@
-"""Proves that a split is exact: the pieces of a small model, run one after another, give what the whole model gives.
+"""Proof that a split is exact: the pieces of a small model, run one after another, give the result of the whole model.
 
 Both have the same random weights in fp32. The logits and the gradient of every parameter are compared, on two inputs of
-unlike length, so that control flow that depends on values or lengths shows. Which layers may be tensor-, sequence- and
-context-parallel is proved likewise (`steelyard.modules.two_ranks`), or has a reason why not.
+different length, so that control flow that depends on values or lengths shows. Tensor, sequence and context parallelism
+of each layer type is proved likewise (`steelyard.modules.two_ranks`), or the reason against it is kept.
 """
 
 import copy
@@ -66,10 +66,10 @@ def divided_types(
     keywords: Mapping[str, str | None],
     prove: Callable[[Mapping[str, Styles], bool], str],
 ) -> tuple[SplitLayerType, ...]:
-    """The layer types with their proved styles, or the reason why there are none.
+    """Return the layer types with their proved styles, or the reason why they have none.
 
-    ``keywords`` says by what name modules are given their tensor, by their path in the model; ``prove`` returns why
-    styles by layer type, with or without sequence parallelism, do not hold, an empty text where they do.
+    ``keywords`` gives the name under which modules get their tensor, by path in the model; ``prove`` returns why styles
+    by layer type, with or without sequence parallelism, do not hold, and an empty text if they do.
     """
 
     def divided(number: int, layer_type: SplitLayerType) -> SplitLayerType:
@@ -97,12 +97,12 @@ def divided_types(
 
 
 def no_cp(split: ModelSplit, layer_type: SplitLayerType, *, attention_drops: bool = False) -> str:
-    """Why no layer of a type can be under cp; empty where that is to be tried."""
+    """Return why no layer of a type can be under cp; empty if it is to be tried."""
     if split.task is not Task.CAUSAL_LM:
         return NO_CP
     blocks = [each for each in split.kinds if each.role is LayerRole.BLOCK]
     found = {each.attention for each in ([layer_type] if layer_type.role is LayerRole.BLOCK else blocks)}
-    if any(found) and found.isdisjoint(("full_attention", "sliding_attention")):  # as a recurrence
+    if any(found) and found.isdisjoint(("full_attention", "sliding_attention")):  # such as a recurrence
         return f"{NO_CP}, and its blocks are of {', '.join(sorted(found))}"
     reasons = {
         "its attention runs step by step, with a mask of the whole sequence": not split.fused_attention,
@@ -114,7 +114,7 @@ def no_cp(split: ModelSplit, layer_type: SplitLayerType, *, attention_drops: boo
 
 
 def _no_sp(split: ModelSplit, layer_type: SplitLayerType) -> str:
-    """Why nothing of a layer type can be sequence-parallel; empty where that is to be tried."""
+    """Return why a layer type cannot be sequence-parallel; empty if it is to be tried."""
     if layer_type.role is LayerRole.EMBEDDING and any(step.startswith(POSITIONS) for step in split.embedding_calls):
         return POSITIONS_NO_SP
     known = IMAGE_NO_SP if split.image else ENCODER_NO_SP if split.encoder else ""
@@ -132,13 +132,13 @@ _KEEPS_RESULTS = "all that blocks return flows along"
 """Entry of the identity of a small model."""
 _SAMPLES = 2
 TOLERANCE = 1e-4
-"""Largest difference of a logit or gradient, as a share of the largest entry of its tensor."""
+"""Largest difference of a logit or gradient, relative to the largest entry of its tensor."""
 
 
 def split_model(model_type: str, config: Mapping[str, Any], folder: Path | None = None) -> ModelSplit:
-    """How the model of a config.json splits, proved at small width; raises `InvalidModelError` where it does not.
+    """Return the split of the model of a config.json, proved at small width. Raise `InvalidModelError` if it has none.
 
-    What is proved of a small model holds for every model whose structure it has; it is kept in ``folder``.
+    The proof of a small model holds for every model of the same structure; it is kept in ``folder``.
     """
     return split_and_structure(model_type, config, folder)[0]
 
@@ -146,9 +146,9 @@ def split_model(model_type: str, config: Mapping[str, Any], folder: Path | None 
 def split_and_structure(
     model_type: str, config: Mapping[str, Any], folder: Path | None = None
 ) -> tuple[ModelSplit, str, ModelSplit]:
-    """How a model splits, and the identity and the proved split of the small model of its structure.
+    """Return the split of a model, and the identity and the proved split of the small model of its structure.
 
-    Where its class needs a package that is not installed, its text alone, if the task has a class for that.
+    If its class needs a package that is not installed, split its text alone, if the task has a class for that.
     """
     full = read_hub_config(model_type, config)
     try:
@@ -158,7 +158,7 @@ def split_and_structure(
         if not isinstance(cause, ImportError) or (text := text_of(full)) is None:
             raise
         split, structure, small = _split_and_structure(text, folder)
-        lacking, *_ = first_line(cause).split(". ")  # behind which it says how to install that
+        lacking, *_ = first_line(cause).split(". ")  # the rest says how to install it
         return split.model_copy(update={"text_alone": lacking}), structure, small
 
 
@@ -190,7 +190,7 @@ def _split_and_structure(full: PreTrainedConfig, folder: Path | None) -> tuple[M
 
 
 def _proved(found: Found, folder: Path | None, *, keeps_results: bool = False) -> tuple[str, ModelSplit]:
-    """The identity and the proved split of the first small model that splits like a model."""
+    """Return the identity and the proved split of the first small model that splits like a model."""
     wrong: InvalidModelError | None = None
     for config, layers in _small_models(found):
         expected = _parts(found.split.with_layers(layers))
@@ -214,16 +214,16 @@ def _proved(found: Found, folder: Path | None, *, keeps_results: bool = False) -
 
 
 def _small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Configs of small models that may split like a model, and the layers of it that they have.
+    """Yield configs of small models that may split like a model, each with the layers of the model that it has.
 
-    First one with two blocks of each type, where the config says how; then with all of them; then where whatever is a
-    width of the full model is made small.
+    The first has two blocks of each type, if the config says how; the next has all of them; in the last, everything
+    that is a width of the full model is small.
     """
     given = full_config(found.config)
     plain, wide = (structure_of(without_dropout(small_config(given, widths=each))) for each in ((), widths_of(given)))
     chain = chain_from_config(given, name=found.split.model_type, split=found.split)
     few = chain.first_of_each_type(2)
-    if found.split.read_by(found.split.between):  # the last state of a tower beside those of others
+    if found.split.read_by(found.split.between):  # the last state of a tower as well as others
         few = sorted({*few, found.split.between - 1})
     blocks = config_of_blocks(chain, few, is_compared=True)
     if blocks is not None:
@@ -233,12 +233,12 @@ def _small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
 
 
 def _prove(small: Found) -> ModelSplit:
-    """The split of a small model, proved, with how its layers divide."""
+    """Prove the split of a small model and return it, with how its layers divide."""
     proofs, options = _first_proof(small)
     small = replace(small, split=small.split.model_copy(update=options))
     divided = divided_types(small.model, small.split, small.keywords, proofs)
     one_head = _proof_of_one_head(small, training=proofs.model.training)
-    # whether ranks may compute layers for their own tokens each: all types together, else each by itself
+    # whether each rank may compute layers for its own tokens: all types together, or else each type by itself
     without_cp = {layer_type.name: no_cp(small.split, layer_type) for layer_type in small.split.kinds}
     untried = [name for name, reason in without_cp.items() if not reason]
     for name in untried if untried and proofs.by_tokens(untried) else ():
@@ -246,7 +246,7 @@ def _prove(small: Found) -> ModelSplit:
         without_cp[name] = f"not proved: {reason}" if reason else ""
 
     def shares_heads(proved: SplitLayerType) -> bool:
-        """Whether ranks of which there are more than key-value heads may have the same."""
+        """Return whether ranks may share key-value heads if there are more ranks than heads."""
         is_divided = proved.role is LayerRole.BLOCK and bool(proved.styles)
         return is_divided and one_head is not None and not one_head({proved.name: proved.styles}, False)
 
@@ -260,7 +260,10 @@ def _prove(small: Found) -> ModelSplit:
 
 
 def _proof_of_one_head(small: Found, *, training: bool) -> ThreadedProof | None:
-    """The proof of a model that has one key-value head for all; None for one whose config gives no number of these."""
+    """Return the proof of a model that has one key-value head for all.
+
+    None if the config gives no number of these, or if such a model does not split the same way.
+    """
     config, split = small.config.to_dict(), small.split
     if not isinstance(config.get(_KEY_VALUE_HEADS), int):
         return None
@@ -274,7 +277,7 @@ def _proof_of_one_head(small: Found, *, training: bool) -> ThreadedProof | None:
 
 
 def _first_proof(found: Found) -> tuple[ThreadedProof, dict[str, bool]]:
-    """The proof of the first way to run the pieces that is exact, and what it asks for; cheap ways come first."""
+    """Return the proof of the first exact way to run the pieces, and its options; cheap ways come first."""
     wrong = ""
     for training, sides_by_sample, head_sees_shape in product((False, True), repeat=3):
         options = {"sides_by_sample": sides_by_sample, "head_sees_shape": head_sees_shape}
@@ -286,12 +289,12 @@ def _first_proof(found: Found) -> tuple[ThreadedProof, dict[str, bool]]:
 
 
 def _parts(split: ModelSplit) -> tuple[object, ...]:
-    """What models of one structure split alike in."""
+    """Return the properties that the splits of all models of one structure share."""
     streams = [(each.argument, each.readers, len(each.shape)) for each in split.streams]
     layer_types = [(each.name, each.role, each.attention, each.num_experts > 0) for each in split.kinds]
     call = split.call.model_copy(update={"inner": ()})
     encoder = split.encoder
-    if encoder:  # without what its sizes say, and the numbers of blocks that nothing reads, or of what reads a state
+    if encoder:  # without what its sizes set, and the numbers of blocks that nothing reads, or of what reads a state
         unread = f"{encoder.blocks}."
         between = (unread if path.startswith(unread) else re.sub(r"\.\d+\.", ".", path) for path in encoder.between)
         of_encoder = encoder.call.model_copy(update={"places": min(encoder.call.places, 1)})
@@ -302,7 +305,7 @@ def _parts(split: ModelSplit) -> tuple[object, ...]:
 
 
 def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
-    """The proof of the split by one process, which is where those of tensor parallelism begin; else why it fails."""
+    """Return the proof of the split in one process, where those of tensor parallelism start; else why it fails."""
     split = found.split
     chain = chain_from_config(full_config(found.config), name=split.model_type, split=split)
     whole = build_from_config(found.config, split.task, fused_attention=split.fused_attention).train(training)
@@ -338,7 +341,7 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
         blocks = parts.get_submodule(path)
         for layer in (each for each in split.block_layers(path) if each not in few):
             name = str(split.place_of(layer))
-            empty = copy.copy(blocks.get_submodule(name))  # it tells what it is, and ranks copy nothing of it
+            empty = copy.copy(blocks.get_submodule(name))  # keeps its attributes; ranks copy nothing of it
             empty._modules, empty._parameters, empty._buffers = {}, {}, {}
             setattr(blocks, name, empty)
     options = {"ids": ids, "decoder_ids": decoder_ids, "labels": labels, "expected": short, "tolerance": TOLERANCE}
@@ -346,9 +349,9 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
 
 
 def _samples(chain: ModelChain, config: PreTrainedConfig, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Random samples, and the class of each place or image; texts differ in their length, images by ``seed``.
+    """Return random samples, and the class of each place or image, without padding.
 
-    Of padding there is none.
+    Texts differ in their length, images by ``seed``.
     """
     if chain.image:
         return random_samples(chain, _SAMPLES, length, torch.Generator().manual_seed(seed))
@@ -361,7 +364,7 @@ def _samples(chain: ModelChain, config: PreTrainedConfig, length: int, seed: int
 
 
 def _is_chain(chain: ModelChain, layers: Sequence[int]) -> bool:
-    """Whether what flows out of each of these layers can flow into the next of them."""
+    """Return whether the output of each of these layers can flow into the next of them."""
     if any(each.result is not None for each in chain.split.streams):
         return False
     alike = (chain.state_shapes(before, 1) == chain.state_shapes(after - 1, 1) for before, after in pairwise(layers))
@@ -381,7 +384,7 @@ def _run_pieces(
 
 
 def _as_in_parts(whole: PreTrainedModel, parts: PreTrainedModel, split: ModelSplit) -> dict[str, nn.Parameter]:
-    """The parameters of a whole model, each once, by the paths that they have in its parts."""
+    """Return the parameters of a whole model, each once, by their paths in its parts."""
     mine = dict(whole.named_parameters(remove_duplicate=False))
     paths: dict[int, list[str]] = {}
     for path, parameter in parts.named_parameters(remove_duplicate=False):
@@ -396,7 +399,7 @@ def _as_in_parts(whole: PreTrainedModel, parts: PreTrainedModel, split: ModelSpl
 def _results(
     model: PreTrainedModel, parameters: Mapping[str, nn.Parameter], logits: Tensor, labels: Tensor
 ) -> dict[str, Tensor]:
-    """The logits, and the gradient of every parameter by its path."""
+    """Return the logits, and the gradient of every parameter by its path."""
     model.zero_grad()
     loss_of(logits, labels).backward()
     return {"logits": logits.detach(), **gradients_of(parameters.items())}

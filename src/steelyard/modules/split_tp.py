@@ -1,14 +1,14 @@
-"""How the layers of a split model divide under tensor parallelism: supposed, to be proved on two ranks.
+"""Suppositions of how the layers of a split model divide under tensor parallelism, to be proved on two ranks.
 
-For blocks two suppositions are tried: the model's own plan (``base_model_tp_plan``, of the part that holds them), then
-the structure: of the matrices of one part, the one that is used last is divided by its inputs and the others by their
-outputs. Either way a region (`dimensions.tp`) begins at the module that holds matrices divided by outputs
-and ends at one divided by inputs; what nothing is known of is whole in it on every rank, and outside of it runs on a
-part of the sequence under sequence parallelism. Modules divide the head counts, and perhaps the widths, that they keep.
-Where the whole does not hold, a block is tried without one of its parts. Embedding and head are supposed to be a table
-and a projection divided by tokens.
+Two suppositions are tried for blocks: the model's own plan (``base_model_tp_plan``, of the part that holds them), then
+the structure: of the matrices of one part, the one used last is divided by its inputs and the others by their outputs.
+Either way a region (`dimensions.tp`) begins at the module that holds matrices divided by outputs and ends at one
+divided by inputs. Modules of which nothing is known are whole on every rank within a region; outside of it they run on
+a part of the sequence under sequence parallelism. Modules divide the head counts, and perhaps the widths, that they
+keep. If the whole does not hold, a block is tried without one of its parts. Embedding and head are supposed to be a
+table and a projection divided by tokens.
 
-A supposition counts only if two ranks give what one gives (`steelyard.modules.two_ranks`).
+A supposition counts only if two ranks give the result of one process (`steelyard.modules.two_ranks`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,12 +29,12 @@ _HEAD_COUNTS = (
     *("kv_heads", "num_query_heads"),
 )
 _WIDTHS = ("embed_dim", "all_head_size", "hidden_size", "inner_dim", "split_size", "d_model")
-"""Attributes that count heads, and those that hold the width of all heads: what modules reshape by."""
+"""Attributes that count heads, and those that hold the width of all heads; modules reshape by both."""
 Styles = Mapping[str, str]
 
 
 def block_of(model: PreTrainedModel, split: ModelSplit, layer: int, keywords: Mapping[str, str | None]) -> "Block":
-    """A block of a split model, with the styles of the model's own plan; ``keywords`` as for `divided_types`."""
+    """Return a block of a split model, with the styles of the model's own plan; ``keywords`` as for `divided_types`."""
     path = split.modules(layer)["block"]
     inside = f"{path}."
     named = {each.removeprefix(inside): keyword for each, keyword in keywords.items() if each.startswith(inside)}
@@ -47,19 +47,19 @@ def block_of(model: PreTrainedModel, split: ModelSplit, layer: int, keywords: Ma
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block that is to be divided."""
+    """A block to be divided."""
 
     module: nn.Module
     called: Mapping[str, str | None]
-    """The modules that are called in it, in order, with the name by which each is given its tensor."""
+    """Name under which each module called in it gets its tensor, by path in the order of calls."""
     plan: Mapping[str, str] = field(default_factory=dict)
-    """The styles that the block's makers give."""
+    """Styles that the block's makers give."""
     heads: int = 0
-    """How many entries a parameter has that has one for each head."""
+    """Number of entries of a parameter that has one for each head."""
 
     def suppositions(self) -> Iterator[Styles]:
-        """The styles of its modules, those of the most parameters first, and of these those that gather nothing."""
-        # the one entry of a list of one that holds all that a block computes with, as in ConvNeXt; empty without such
+        """Yield styles of its modules: those of the most parameters first, and of these those that gather nothing."""
+        # the only entry of a list that holds everything that a block computes with, as in ConvNeXt; empty if none
         owners, children = [path for path in self.called if _has_own(self.at(path))], self.module.named_children()
         lists = (name for name, each in children if isinstance(each, nn.ModuleList) and len(each) == 1)
         if inner := next((f"{name}.0" for name in lists if all(is_below(path, f"{name}.0") for path in owners)), ""):
@@ -76,22 +76,22 @@ class Block:
                     yield styles
 
     def unread_plan(self) -> str:
-        """Why the makers' plan is not tried: its styles that are not read; empty where all of them are."""
+        """Return why the makers' plan is not tried: its styles that are not read; empty if all of them are."""
         paths = {style: path for path, style in self._planned().items() if style not in _OF_PLANS}
         unread = ", ".join(f"{style} (of {path})" for style, path in paths.items())
         return f"styles of its own tp plan are not read: {unread}" if unread else ""
 
     def follows(self, styles: Styles) -> bool:
-        """Whether styles have all that the makers' plan says of the block, as far as that is read."""
+        """Return whether styles include all that the makers' plan says of the block, as far as that is read."""
         own = self.read()
         return bool(own) and all(styles.get(f"block.{path}", "").removesuffix("_entering") == own[path] for path in own)
 
     def at(self, path: str) -> nn.Module:
-        """The module at a path."""
+        """Return the module at a path."""
         return self.module.get_submodule(path)
 
     def lent(self, path: str) -> list[str]:
-        """The parameters of modules in a module that are read there without the modules being called."""
+        """Return the parameters of the modules within a module that are read there without a call of these modules."""
         experts = [id(each) for each in routed_experts(self.module)]
         return [
             f"{inner}.{name}"
@@ -101,20 +101,20 @@ class Block:
         ]
 
     def routed(self) -> list[str]:
-        """The modules that hold experts and what routes to them."""
+        """Return the modules that hold experts and their router."""
         experts = {id(each) for each in routed_experts(self.module)}
         paths = [path for path, each in self.module.named_modules() if id(each) in experts]
         return [path.rpartition(".")[0] for path in paths]
 
     def _planned(self) -> dict[str, str]:
-        """The styles of the plan, of modules that are called and are in no mixture of experts."""
+        """Return the styles of the plan for modules that are called and are in no mixture of experts."""
         routed = self.routed()
         return {
             path: each for path, each in self.plan.items() if path in self.called and not is_below_any(path, routed)
         }
 
     def read(self) -> dict[str, str]:
-        """What these styles are here, of modules with parameters; empty where one of them is not read."""
+        """Return the styles used here for the plan's modules with parameters; empty if any of its styles is unread."""
         own = {path: _OF_PLANS.get(style) for path, style in self._planned().items()}
         held = {path: style for path, style in own.items() if style and _has_own(self.at(path))}
         return {} if None in own.values() else held
@@ -122,14 +122,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class _Regions:
-    """The matrices of a block and their styles, from which those of all other modules follow."""
+    """Matrices of a block and their styles, from which the styles of all other modules follow."""
 
     block: Block
     matrices: Mapping[str, str]
     divides_experts: bool = True
 
     def styles(self, numbers: Sequence[str]) -> dict[str, str]:
-        """The style of every module that has one; modules in regions divide what they keep under ``numbers``."""
+        """Return the style of every module that has one; modules in regions divide their attributes in ``numbers``."""
         block, routed = self.block, self._routed()
         if "" in routed:
             return {}
@@ -170,16 +170,16 @@ class _Regions:
         return self.block.routed() if self.divides_experts else []
 
     def _is_table(self, module: nn.Module) -> bool:
-        """Whether a module looks up an entry for each head, as one of relative positions does."""
+        """Return whether a module looks up an entry for each head, as a table of relative positions does."""
         return isinstance(module, nn.Embedding) and module.embedding_dim == self.block.heads
 
     def num_parameters(self) -> int:
-        """Of the matrices that have a style, whole ones too, and of what routes to experts that are divided."""
+        """Number of parameters of the matrices that have a style, whole or not, and of mixtures of divided experts."""
         modules = [self.block.at(path) for path in (*self.matrices, *self._routed())]
         return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
     def _is_behind(self, path: str, region: str) -> bool:
-        """Whether a module is called behind the end of the region in which it lies."""
+        """Return whether a module is called after the end of its region."""
         order = list(self.block.called)
         ends = [order.index(each) for each, style in self.matrices.items() if is_below(each, region) and style in _ENDS]
         return bool(ends) and order.index(path) > max(ends)
@@ -187,9 +187,9 @@ class _Regions:
 
 _ENDS = ("rows", "rows_of_whole")
 _DIVIDING = ("columns", "rows", "own_experts")
-"""How the styles begin of what ranks have a part of."""
+"""Prefixes of the styles of modules that are divided over ranks."""
 _MOST_LEFT = 2
-"""Parts of a block that are left whole together."""
+"""Most parts of a block that are left whole together."""
 _OF_PLANS = {
     "colwise": "columns",
     "rowwise": "rows",
@@ -198,17 +198,17 @@ _OF_PLANS = {
     **dict.fromkeys(("mla_kv_a_proj", "replicated_with_grad_allreduce", "replicate"), "whole"),
     "local_params": "",
 }
-"""What the styles of transformers' own plans are here, empty where a region does so with any module of it.
+"""Styles used here for those of transformers' own plans; empty if a region treats any module of it so.
 
-Those of experts follow from the experts. A plan with another style for a module outside of them is not tried.
+Styles of experts follow from the experts. A plan with another style for a module outside of them is not tried.
 """
 
 
 def _regions(block: Block) -> Iterator[_Regions]:
-    """The model's own plan; the structure; both, where the plan leaves a part out; and the structure otherwise.
+    """Yield the model's own plan; both, if the plan leaves a part out; the structure; and variants of the structure.
 
-    Otherwise is with what a part's matrices give gathered, where what lies between them cannot be divided, as queries,
-    keys and values of one matrix are; and without a part or two, or without experts.
+    Variants gather the results of a part's matrices, if the operations between them cannot be divided, as for queries,
+    keys and values of one matrix; or they leave out one or two parts, or the experts.
     """
     routed = block.routed()
     groups = _by_structure(block, routed)
@@ -220,7 +220,7 @@ def _regions(block: Block) -> Iterator[_Regions]:
     yield _Regions(block, _merged(groups))
     whole = [group for group in groups if all("." in path for path in group)]
     for gathered in [*([each] for each in whole), *([whole] if len(whole) > 1 else [])]:
-        found = _merged(groups)  # divided likewise, with all that lies between these matrices whole on every rank
+        found = _merged(groups)  # divided likewise, with everything between these matrices whole on every rank
         for path in (path for group in gathered for path in group):
             found[path] = "rows_of_whole" if found[path] == "rows" else "columns_gathered"
         yield _Regions(block, found)
@@ -237,11 +237,12 @@ def _merged(groups: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _by_structure(block: Block, routed: Sequence[str]) -> list[dict[str, str]]:
-    """The styles of the matrices of each part of a block.
+    """Return the styles of the matrices of each part of a block.
 
-    Of the matrices of one part of a block the last one called is divided by its inputs, the others by their outputs.
+    The matrix of a part that is called last is divided by its inputs, the others by their outputs.
 
-    One of a part of its own goes with that of the next part. One whose result another of the part reads is whole.
+    A matrix that is a part by itself joins the next part of one matrix. One whose result another of the part reads is
+    whole.
     """
     parts: dict[str, list[str]] = {}
     for path in block.called:
@@ -266,7 +267,7 @@ def _by_structure(block: Block, routed: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _part_of(block: Block, path: str) -> str:
-    """The part of a block that a matrix lies in, by its path; of a list of parts the entry."""
+    """Return the part of a block that holds a matrix, by its path; for a list of parts, the entry."""
     first, *inner = path.split(".")
     if not inner:
         return ""
@@ -274,7 +275,7 @@ def _part_of(block: Block, path: str) -> str:
 
 
 def _of_experts(block: Block, routed: str) -> dict[str, str]:
-    """The styles in a mixture of experts: those that every token takes are divided as any feed-forward part."""
+    """Return the styles in a mixture of experts; experts that every token uses are divided as any feed-forward part."""
     below = f"{routed}." if routed else ""
     found: dict[str, str] = {}
     groups: dict[str, list[str]] = {}
@@ -307,7 +308,7 @@ def _has_own(module: nn.Module) -> bool:
 def end_suppositions(
     model: PreTrainedModel, split: ModelSplit, layer_type: SplitLayerType, layer: int
 ) -> Iterator[Styles]:
-    """A table of tokens, and a projection to tokens; norms before it run on a part of the sequence."""
+    """Yield the styles of a token table or of a projection to tokens; norms before it run on a part of the sequence."""
     styles: dict[str, str] = {}
     for name, path in ((name, path) for name, path in split.modules(layer).items() if path not in split.holders):
         module = model.get_submodule(path)
@@ -323,14 +324,14 @@ def end_suppositions(
 
 
 def _is_table(module: nn.Module, model: PreTrainedModel) -> bool:
-    """Whether a module looks tokens up; encoder and decoder have one each, tied to that which the model names."""
+    """Return whether a module looks tokens up; encoder and decoder have one each, tied to the one the model names."""
     return isinstance(module, nn.Embedding) and module.weight is model.get_input_embeddings().weight
 
 
 def divided_sizes(
     model: PreTrainedModel, split: ModelSplit, layer_type: int, styles: Styles
 ) -> tuple[tuple[str, int], ...]:
-    """The sizes of a layer type that a degree must divide, with their names for messages."""
+    """Return the sizes of a layer type that a degree must divide, with their names for messages."""
     if not styles:
         return ()
     if split.kinds[layer_type].role is not LayerRole.BLOCK:
@@ -348,7 +349,7 @@ def divided_sizes(
 
 
 def _config_of_part(block: str, model: PreTrainedModel) -> PreTrainedConfig:
-    """The config that says the heads of the block of this path: the model's, or that of the part which holds it."""
+    """Return the config with the head counts of the block at this path: the model's, or that of the part holding it."""
     if model.config.is_heterogeneous or isinstance(getattr(model.config, "num_attention_heads", None), int):
         return model.config
     names = block.split(".")
@@ -357,12 +358,12 @@ def _config_of_part(block: str, model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def _config_of(block: str, config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config as it is for the block of this path, where blocks have sizes of their own."""
+    """Return the config of the block at this path, for models whose blocks have different sizes."""
     return config.per_layer_config[int(block.rpartition(".")[2])] if config.is_heterogeneous else config
 
 
 def divided_rows(block: nn.Module, styles: Styles) -> Iterator[tuple[str, int]]:
-    """The inputs of the matrices of a block that are divided by them, and the outputs of those that are gathered."""
+    """Yield the inputs of a block's matrices that are divided by inputs, and the outputs of those that are gathered."""
     for path, style in styles.items():
         name = path.removeprefix("block.")
         if style in ("rows", "rows_of_whole", "rows_partial"):

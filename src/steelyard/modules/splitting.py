@@ -1,17 +1,18 @@
-"""Finds how a model of transformers splits into embedding, blocks and head, from its modules and one forward pass.
+"""Split of a transformers model into embedding, blocks and head, found from its modules and one forward pass.
 
 The class of the model is the one that its config names, or the first of transformers for its task. It is built on the
-meta device and run once, with hooks, on tensors without values. The blocks are the list of modules, each called once
-and in order, that holds the most parameters. Before the first of them the embedding's modules are called, after the
-last the head's; none may be called in between. Each block must be given the result of the one before, in one place;
-whatever else it is given must not depend on parameters and be the same for all blocks of a type. Blocks are of one type
-if they have the same structure and are given the same.
+meta device and run once, with hooks, on tensors without values. The blocks are the list of modules with the most
+parameters whose modules are called once each, in order. Modules called before the first block belong to the embedding,
+those called after the last one to the head; none may be called in between. Each block must be given the result of the
+previous one, in one place; its other arguments must not depend on parameters and must be the same for all blocks of a
+type. Blocks are of one type if they have the same structure and are given the same.
 
 A model of an encoder and a decoder has two such lists, the encoder's blocks called first; each of the decoder's blocks
-must be given the same one tensor that depends on parameters, the encoder's output.
+must be given the same single tensor that depends on parameters, the encoder's output.
 
-What does not split so is an error that names the place. So is control flow that depends on values, which tensors
-without values cannot follow. What is found here is believed only when it is proved (`steelyard.modules.split_proof`).
+A model that does not split so raises an error that names the place. So does control flow that depends on values, which
+tensors without values cannot follow. A split found here counts only once it is proved
+(`steelyard.modules.split_proof`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,7 +67,7 @@ from steelyard.modules.stubbed_model import holds_parameters
 
 
 def resting_modules(model: PreTrainedModel, logits: Tensor) -> tuple[str, ...]:
-    """The outermost modules of which no parameter is trained: frozen, or nothing that the logits are made of."""
+    """Return the outermost modules without a trained parameter: frozen, or not used for the logits."""
     reached = parameters_of([logits])
 
     def rests(module: nn.Module) -> bool:
@@ -81,11 +82,12 @@ def resting_modules(model: PreTrainedModel, logits: Tensor) -> tuple[str, ...]:
 
 
 def find_ends(seen: Recording, entering: Tensor) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """The paths of the modules that hold the parameters of the embedding, of what lies between two lists, and the head.
+    """Return the paths of the modules with the parameters of embedding, layer between two lists, and head.
 
-    And of these the modules that hold blocks: they are the embedding's where its result, ``entering``, depends on their
-    own parameters, or nothing does. A module that is not called, and whose parameters another holds that is, belongs to
-    neither. What reads states of a tower is called between its blocks, and lies behind them.
+    Return with them the modules that hold blocks: they belong to the embedding if its result, ``entering``, depends on
+    parameters that they hold themselves, or if nothing does. A module that is not called belongs to neither if one that
+    is called holds its parameters. Modules that read states of a tower are called between its blocks, and lie after
+    them.
     """
     model = seen.model
     blocks_of = {path: seen.blocks(path) for path in seen.chains}
@@ -136,16 +138,16 @@ def find_ends(seen: Recording, entering: Tensor) -> tuple[list[tuple[str, ...]],
 
 
 def _past(place: int, span: tuple[int, int]) -> int:
-    """The place of a call, which is behind all of a span where it is in it."""
+    """Return the place of a call, or the one after the span if the call lies in it."""
     return span[1] + 1 if span[0] < place <= span[1] else place
 
 
 def ends_by_use(
     seen: Recording, entering: Tensor, embedding: Sequence[str], between: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The embedding's modules and those between two lists, where a table of tokens is read before the first list.
+    """Return the embedding's modules and those between two lists, if a token table is read before the first list.
 
-    The embedding's are those that its result is made of. Blocks of the first list that nothing reads lie between.
+    The embedding has the modules that its result depends on. Unread blocks of the first list lie between.
     """
     model, reached = seen.model, parameters_of([entering])
     early = [path for path in embedding if reached & {id(each) for each in model.get_submodule(path).parameters()}]
@@ -156,23 +158,23 @@ def ends_by_use(
 
 
 def _calls(seen: Recording, path: str) -> list[int]:
-    """When a module is called; of one that is not, when the module first is that holds it: the two stay together.
+    """Return the places of a module's calls; for an uncalled one, the first call of its holder: the two stay together.
 
-    So lie with the embedding the parts that no sample reaches, as a tower for images in a model that reads text.
+    Parts that no sample reaches therefore belong to the embedding, such as an image tower in a model that reads text.
     """
     when = [place for place, called in enumerate(seen.called) if called == path]
     return when or _calls(seen, path.rpartition(".")[0])[:1]
 
 
 def _at_rest(seen: Recording, path: str) -> str:
-    """A module; where it is not called, the outermost that holds it and of which nothing is called."""
+    """Return the path of a module; if it is not called, of its outermost holder of which nothing is called."""
     while path not in seen.called and not any(is_below(called, path.rpartition(".")[0]) for called in seen.called):
         path = path.rpartition(".")[0]
     return path
 
 
 def shared_parameters(seen: Recording, holders: Mapping[int, Sequence[str]]) -> Iterator[tuple[tuple[int, str], ...]]:
-    """The parameters that layers share; ``holders`` has the paths of a layer's modules by its number."""
+    """Yield the parameters that layers share; ``holders`` has the paths of a layer's modules by its number."""
     model, where = seen.model, dict[nn.Parameter, list[str]]()
     for path, parameter in model.named_parameters(remove_duplicate=False):
         if holds_parameters(model.get_submodule(path.rpartition(".")[0])):
@@ -187,9 +189,9 @@ def shared_parameters(seen: Recording, holders: Mapping[int, Sequence[str]]) -> 
 
 
 def task_of(config: PreTrainedConfig) -> Task:
-    """What the model is trained for: as its config's architecture says, else the first task that its type has.
+    """Return the task that the config's architecture names, or else the first task that its type has.
 
-    One that says it is no decoder sees what follows a token, so that it fills in masked ones.
+    A model that says it is no decoder sees the tokens that follow, so its task is to fill in masked ones.
     """
     named = (getattr(config, "architectures", None) or [""])[0]
     of_transformers = sorted(
@@ -207,7 +209,7 @@ def task_of(config: PreTrainedConfig) -> Task:
             "no class of transformers for text (causal, masked, encoder and decoder), speech to text, images with text "
             "or classes of images",
         )
-    bare = {each.__name__ for each in _listed(config, transformers.AutoModel)}  # which say nothing of the task
+    bare = {each.__name__ for each in _listed(config, transformers.AutoModel)}  # these say nothing about the task
     if named and named not in bare:
         classes = [each.__name__ for task in tasks for each in _classes(config, task)]
         raise InvalidModelError(
@@ -221,19 +223,19 @@ def task_of(config: PreTrainedConfig) -> Task:
 
 
 def has_fused_attention(config: PreTrainedConfig, task: Task) -> bool:
-    """Whether attention may run in one kernel, through the registry of transformers: some read it and do not say so."""
+    """Return whether attention may run in one kernel through transformers' registry; some models use it unannounced."""
     model = _classes(config, task)[0]
     return bool(model._supports_sdpa and (model._supports_attention_backend or model._can_set_attn_implementation()))
 
 
 def text_of(config: PreTrainedConfig) -> PreTrainedConfig | None:
-    """The config of the text of a model of several parts, if its task has a class for that, too."""
+    """Return the text config of a model of several parts, if its task has a class for that; else None."""
     text = getattr(config, TEXT_PART, None)
     return text if isinstance(text, PreTrainedConfig) and auto_class_of(text, task_of(config)) else None
 
 
 def _classes(config: PreTrainedConfig, task: Task) -> tuple[type[PreTrainedModel], ...]:
-    """The classes of transformers for a config and a task."""
+    """Return the classes of transformers for a config and a task."""
     return _listed(config, auto_class_of(config, task))
 
 
@@ -247,7 +249,7 @@ _POSITIONS = (
     "max_target_positions",
 )
 _IMAGE = (3, 224, 224)
-"""What a model of images reads whose config does not say it, as those of convolutions alone."""
+"""Default input (channels, height, width) of an image model whose config gives no size, such as a convolutional one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,9 +265,9 @@ class Found:
 
 
 def find_split(config: PreTrainedConfig, *, keeps_results: bool = False) -> Found:
-    """How the model of a config splits; raises `InvalidModelError` naming what stands in the way.
+    """Return the split of the model of a config. Raise `InvalidModelError`, which names the obstacle, if there is none.
 
-    With ``keeps_results`` all that blocks return and hand on flows along, not the hidden state alone.
+    With ``keeps_results`` all results that blocks hand on flow along, not only the hidden state.
     """
     task = task_of(config)
     fused_attention = has_fused_attention(config, task)
@@ -356,7 +358,7 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
 
 
 def _stacks_with_layerdrop(model: PreTrainedModel) -> Iterator[str]:
-    """The stacks of a model that leave blocks out at random, each with how often."""
+    """Yield the stacks of a model that drop blocks at random, each with its rate."""
     for path, module in model.named_modules():
         often = vars(module).get("layerdrop")
         if isinstance(often, float) and often > 0:
@@ -364,7 +366,7 @@ def _stacks_with_layerdrop(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _encoder_of(seen: Recording, calls: Mapping[str, BlockCall], between: tuple[str, ...]) -> SplitEncoder:
-    """The first of two lists of blocks, and what those of the second read of it."""
+    """Return the first of two lists of blocks, with the values that the blocks of the second read of it."""
     first, blocks = calls
     encoder = SplitEncoder(blocks=first, call=calls[first], between=between, encoded=None)
     if not seen.task.has_decoder:
@@ -384,7 +386,7 @@ def _encoder_of(seen: Recording, calls: Mapping[str, BlockCall], between: tuple[
 def _typed_buffers(
     model: PreTrainedModel, config: PreTrainedConfig, task: Task, lists: Sequence[str]
 ) -> tuple[str, ...]:
-    """The buffers of blocks that a model in bf16 makes in bf16, if it does not run with those of one in fp32."""
+    """Return the buffers of blocks that a bf16 model makes in bf16, if it does not run with those of an fp32 model."""
     inside = {
         path: each for path, each in model.named_buffers() if is_below_any(path, lists) and each.is_floating_point()
     }
@@ -409,7 +411,7 @@ def _typed_buffers(
 
 
 def _image(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Channels, height and width of what the model reads."""
+    """Channels, height and width of the model's input."""
     of_images = getattr(config, "vision_config", config)
     size = getattr(of_images, "image_size", None) or _IMAGE[1:]
     height, width = (size, size) if isinstance(size, int) else size
@@ -417,7 +419,7 @@ def _image(config: PreTrainedConfig) -> tuple[int, int, int]:
 
 
 def _has_table(model: PreTrainedModel, embedding: Sequence[str], positions: int) -> bool:
-    """Whether positions are looked up in a table, which no sequence may outgrow."""
+    """Return whether positions are looked up in a table, whose length no sequence may exceed."""
     tables = [m for path in embedding for m in model.get_submodule(path).modules() if isinstance(m, nn.Embedding)]
     ids = model.get_input_embeddings()
     return any(table is not ids and positions <= table.num_embeddings <= positions + 8 for table in tables)

@@ -1,8 +1,9 @@
-"""A model around what a layer keeps of it: its own forward pass, in which blocks are stubs and parameters are blank.
+"""A model reduced to what a layer keeps: its own forward pass with stubs for blocks and blanks for parameters.
 
-Modules are copied, parameters are not. Where one is not kept stands a blank (`steelyard.modules.known_values`), so that
-what depends on it costs nothing and can pass for no value. A layer of a transformers model keeps modules, whose model
-is also given samples, masks and buffers; a layer of a user's own module keeps parameters, whichever modules hold them.
+Modules are copied, parameters are not. A blank (`steelyard.modules.known_values`) replaces each parameter that is not
+kept, so that values that depend on it cost nothing and cannot be taken for real ones. A layer of a transformers model
+keeps modules, whose model is also given samples, masks and buffers; a layer of a user's own module keeps parameters,
+whichever modules hold them.
 """
 
 import copy
@@ -38,11 +39,11 @@ from steelyard.modules.model_inputs import (
 )
 
 Fate = Literal["kept", "constant", "blank"]
-"""What becomes of a parameter: of a constant one the value, as of a buffer."""
+"""Treatment of a parameter: a constant one keeps its value, as a buffer does."""
 
 
 class Whole:
-    """A whole model or block, which a copy of what points to it does not copy."""
+    """A whole model or block that a deep copy of its holder shares."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -52,16 +53,16 @@ class Whole:
 
 
 class ReachedError(Exception):
-    """All that a pass was to show has been seen."""
+    """Raised to end a pass when everything that it was to show has been seen."""
 
 
 class Stub(nn.Module):
-    """Stands where a block was; what else a model asks of the block it has from what it stands for."""
+    """Replacement of a block; other attributes that a model reads from the block come from the one it stands for."""
 
     stands_for: Whole | SimpleNamespace | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the block."""
+        """Return an attribute of the block."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -71,7 +72,7 @@ class Stub(nn.Module):
 
 
 class StubbedModel(ABC):
-    """A copy of a model around what it keeps; its blocks are stubs, wherever they stand."""
+    """A copy of a model reduced to the parts that it keeps; its blocks are stubs, wherever they stand."""
 
     model: nn.Module
 
@@ -82,14 +83,14 @@ class StubbedModel(ABC):
 
     @abstractmethod
     def fate(self, module: nn.Module, path: str, name: str) -> Fate:
-        """What becomes of a parameter of a module at a path."""
+        """Return the treatment of a parameter of the module at a path."""
 
     @abstractmethod
     def is_whole(self, path: str) -> bool:
-        """Whether the module at a path is kept as it is."""
+        """Return whether the module at a path is kept as it is."""
 
     def copied(self, module: nn.Module, path: str = "") -> nn.Module:
-        """The copy of a module."""
+        """Return the copy of a module."""
         if module in self._standing:
             return self._standing[module]
         if self.is_whole(path):
@@ -113,14 +114,14 @@ class StubbedModel(ABC):
         return found
 
     def stub(self, model: nn.Module, path: str = "") -> None:
-        """Makes the copy; tensors are taken as they are, also where new ones are fake."""
+        """Make the copy. Tensors are taken as they are, even if new ones would be fake."""
         with _disable_current_modes():
             self.model, self._standing = self.copied(model, path), {}
             self._blank_for = None
             self.become(torch.float32, torch.device("cpu"))
 
     def become(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Has blanks of a type and on a device in the place of parameters that are not kept."""
+        """Put blanks of a dtype and on a device in the place of parameters that are not kept."""
         if (dtype, device) == self._blank_for:
             return
         self._blank_for = dtype, device
@@ -129,9 +130,9 @@ class StubbedModel(ABC):
 
 
 class StubbedTransformers(StubbedModel):
-    """A stubbed model of transformers, around the modules that it keeps.
+    """A stubbed model of transformers, reduced to the modules that it keeps.
 
-    Its blocks are the stubs given, by the layer of the chain, and for the others ones that pass on what they read.
+    ``stubs`` gives the stubs of some blocks, by the layer of the chain; those of the others pass on what they read.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class StubbedTransformers(StubbedModel):
         self._typed: list[nn.Module] = []
         self._options, self._read, self._ids = forward_options(model), read_by(split), ids_beside(split.task)
         self._part = Whole(model)
-        """The innermost model of transformers around what is being copied."""
+        """Innermost model of transformers around the module being copied."""
         self.stub(model)
         self._device: torch.device | None = None
 
@@ -165,10 +166,11 @@ class StubbedTransformers(StubbedModel):
         ids: Tensor | None = None,
         buffers: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Any:
-        """The model's outputs, with blanks of ``dtype``. ``first`` is what its first layer reads, if it does.
+        """Return the model's outputs, with blanks of ``dtype``. ``first`` is the input of its first layer, if it has
+        one.
 
-        What else reads ``ids`` reads where there are none the same, or one token beside features. The model has
-        ``buffers`` in the place of its own, by their paths.
+        ``ids`` is the model's other input; by default the same as ``first``, or one token if that is features.
+        ``buffers`` replace those of the model, by their paths.
         """
         read: Any = ids if first is None else first
         device = read.device
@@ -191,18 +193,18 @@ class StubbedTransformers(StubbedModel):
             return self.model(**samples, **beside, **self._options)
 
     def fill(self, device: torch.device) -> None:
-        """Gives the model its buffers on a device, where it does not have them."""
+        """Give the model its buffers on a device, if it does not have them there."""
         if self._device != device:
             for part, module in self._filled:
                 fill_buffers(part.model, module, device)
             self._device = device
 
     def is_whole(self, path: str) -> bool:
-        """Whether the layer keeps a module; of one that holds blocks it keeps parameters alone."""
+        """Return whether the layer keeps a module; of one that holds blocks it keeps parameters alone."""
         return path in self._keep and path not in self._holders
 
     def fate(self, module: nn.Module, path: str, name: str) -> Fate:
-        """Kept is what is tied to what the layer keeps."""
+        """Keep parameters that are tied to those that the layer keeps."""
         if path in self._holders:
             return "kept" if path in self._keep else "blank"
         if any(each.startswith(f"{path}.") for each in self._keep):
@@ -210,7 +212,7 @@ class StubbedTransformers(StubbedModel):
         return "constant" if _is_constant(module) else "blank"
 
     def copied(self, module: nn.Module, path: str = "") -> nn.Module:
-        """The copy of a module, with the config of this one and hooks of its own."""
+        """Return the copy of a module, with the config of this model and separate hooks."""
         outer = self._part
         self._part = part = Whole(module) if isinstance(module, PreTrainedModel) else outer
         found = super().copied(module, path)
@@ -221,8 +223,8 @@ class StubbedTransformers(StubbedModel):
             found.__dict__.pop("_output_capturing_hooks_installed", None)
             found._forward_hooks = copy.copy(module._forward_hooks)
         if {*module._parameters} == {*found._parameters}:
-            found._parameters = module._parameters  # the same dictionary: who replaces a parameter replaces it in both
-        elif not _is_constant(module):  # whose parameters are blank: hooks would divide its work
+            found._parameters = module._parameters  # the same dictionary: replacing one in either replaces both
+        elif not _is_constant(module):  # its parameters are blank: hooks would divide its work
             found.__dict__ |= {name: OrderedDict() for name in vars(found) if name.startswith(_HOOKS)}
         if _is_constant(module):
             self._constants.append(found)
@@ -238,9 +240,9 @@ class StubbedTransformers(StubbedModel):
     def _stubs(
         self, model: PreTrainedModel, split: ModelSplit, given: Mapping[int, "_PassingStub"]
     ) -> Iterator[tuple[nn.Module, "_PassingStub"]]:
-        """A stub for each block; those that are not in the chain, which nothing reads, pass on what they get.
+        """Yield a stub for each block; stubs of blocks outside the chain, which nothing reads, pass on their input.
 
-        Where outputs of blocks are recorded, which goes by their class, stubs are of the class, too.
+        If outputs of blocks are recorded, which goes by their class, stubs have that class as well.
         """
         for path in split.lists:
             layers = {split.place_of(layer): layer for layer in split.block_layers(path)}
@@ -254,11 +256,11 @@ class StubbedTransformers(StubbedModel):
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-"""How the attributes of a module begin that hold what is called before and after its forward pass."""
+"""Prefixes of the attributes that hold the hooks of a module's forward pass."""
 
 
 def _is_constant(module: nn.Module) -> bool:
-    """Whether the parameters of a module are not trained and of a class of a model's own, which knows their values."""
+    """Return whether a module's parameters are not trained and its class is a model's own, which knows their values."""
     own = list(module.parameters(recurse=False))
     is_trained = module.__dict__.get(BY_PLAN) or any(each.requires_grad for each in own)
     of_a_model = type(module).__module__.startswith("transformers.models.") and not list(module.children())
@@ -266,13 +268,13 @@ def _is_constant(module: nn.Module) -> bool:
 
 
 def holds_parameters(module: nn.Module) -> bool:
-    """Whether a module has parameters of its own: not those that it only points to in a module below it."""
+    """Return whether a module has parameters that it does not only refer to in a module below it."""
     own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
     return bool(own - {id(parameter) for child in module.children() for parameter in child.parameters()})
 
 
 class _PassingStub(Stub):
-    """Passes the hidden state on."""
+    """A stub that passes the hidden state on."""
 
     def __init__(self, split: ModelSplit, layer: int) -> None:
         super().__init__()
@@ -281,7 +283,7 @@ class _PassingStub(Stub):
         self._shape = split.kinds[split.layers[layer]].shape
 
     def forward(self, *places: Any, **names: Any) -> Any:
-        """What the block would return, had it nothing to compute."""
+        """Return the hidden state in the form of the block's result, without computing anything."""
         hidden = self._call.hidden((places, names))
         if self._shape and hidden.shape[1:] != self._shape:
             hidden = blank_of((len(hidden), *self._shape), hidden.dtype, hidden.device)
@@ -289,12 +291,12 @@ class _PassingStub(Stub):
 
 
 class Give(_PassingStub):
-    """Passes on what it was told to in the place of what the block is given."""
+    """A stub that returns the given hidden state, not the one that the block reads."""
 
     hidden: Tensor | None = None
 
     def forward(self, *_places: Any, **_names: Any) -> Any:
-        """What was told, as the block returns it."""
+        """Return the given hidden state in the form of the block's result."""
         assert self.hidden is not None
         return self._call.returned(self.hidden)
 
@@ -302,7 +304,7 @@ class Give(_PassingStub):
 class _Record(_PassingStub):
     _found: BlockArguments | None = None
     is_last = False
-    """Whether nothing behind it is asked for."""
+    """Whether nothing after it is needed."""
 
     def __init__(self, split: ModelSplit, layer: int) -> None:
         super().__init__(split, layer)
@@ -318,13 +320,13 @@ class _Record(_PassingStub):
         return super().forward(*places, **names)
 
     def take(self) -> BlockArguments:
-        """All that the block was given; forgotten here."""
+        """Return all arguments of the block, and forget them here."""
         found, self._found = self._found, None
         assert found is not None, "the model has not run the block"
         return found
 
     def take_sides(self) -> BlockArguments:
-        """The same without what flows along the chain."""
+        """Return the arguments of the block without those that flow along the chain, and forget them here."""
         found = self.take()
         for each in self._flows:
             found = each.with_hidden(found, None)
@@ -335,7 +337,7 @@ class _Record(_PassingStub):
 
 
 def recording_stubs(split: ModelSplit, layers: Collection[int]) -> dict[int, _Record]:
-    """Stubs for these layers that record what they are given; nothing behind the last is asked for."""
+    """Return stubs for these layers that record their arguments; the pass ends at the last one."""
     found = {layer: _Record(split, layer) for layer in sorted(layers)}
     found[max(layers)].is_last = True
     return found
@@ -346,14 +348,14 @@ Made = Callable[[int, list[Tensor]], list[Tensor]]
 
 
 def call_arguments(inputs: Any) -> BlockArguments:
-    """What is given by place and by name, of the inputs that a sample has: a tensor, a tuple, or a dictionary."""
+    """Return the positional and keyword arguments for a sample's inputs: a tensor, a tuple, or a dictionary."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:
-    """Moves what a module holds, in place; what is on the meta device gets memory, and no values."""
+    """Move a module's tensors, in place; those on the meta device get memory, but no values."""
     moved: dict[int, tuple[Tensor, Tensor]] = {}
     for each in module.modules():
         for table in (each._parameters, each._buffers):
@@ -375,12 +377,12 @@ def move_module(module: nn.Module, device: torch.device) -> None:
 class StubbedOwn(StubbedModel):
     """A stubbed module of a user's own, with the parameters at the paths of ``keep`` and no others.
 
-    Those that are not trained keep their values, outside blocks. What a module asks of its block it has from a copy of
-    the block without values.
+    Parameters outside blocks that are not trained keep their values. Attributes that a module reads from its block come
+    from a copy of the block without values.
     """
 
     passing: tuple[At, Made, Callable[[Shape], Tensor]]
-    """What sees what blocks are given, and makes what their stubs return, while a pass runs."""
+    """Functions of the current pass: one sees the arguments of blocks, the others make the results of their stubs."""
 
     def __init__(self, module: nn.Module, split: OwnSplit, *, keep: Collection[str]) -> None:
         super().__init__({})
@@ -396,11 +398,11 @@ class StubbedOwn(StubbedModel):
         self.model.__dict__["stubbed"] = self
 
     def is_whole(self, _path: str) -> bool:
-        """Modules are copied, all of them."""
+        """Return False: all modules are copied."""
         return False
 
     def fate(self, module: nn.Module, path: str, name: str) -> Fate:
-        """Constant is what is not trained."""
+        """Keep the parameters of ``keep``; those outside blocks that are not trained are constant."""
         if f"{path}.{name}".removeprefix(".") in self._keep:
             return "kept"
         is_constant = not module._parameters[name].requires_grad and not is_below_any(path, self._blocks)
@@ -414,9 +416,9 @@ class StubbedOwn(StubbedModel):
         at: At,
         made: Made = lambda _block, tensors: tensors,
     ) -> Any:
-        """What the module returns; None where ``at``, which sees what each block is given, ends the pass.
+        """Return the result of the module; None if ``at``, which sees the arguments of each block, ends the pass.
 
-        ``made`` may put other tensors in the place of what a stub returns.
+        ``made`` may replace the tensors that a stub returns.
         """
         device = next(each.device for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor))
         self.become(dtype, device)
@@ -431,14 +433,14 @@ class StubbedOwn(StubbedModel):
 
 
 class _OwnStub(Stub):
-    """Returns blanks of the shapes that a block returns."""
+    """A stub that returns blanks of the shapes that its block returns."""
 
     def __init__(self, block: int, layer_type: OwnLayerType, stubbed: StubbedOwn) -> None:
         super().__init__()
         self._block, self._layer_type, self._stubbed = block, layer_type, stubbed
 
     def forward(self, *places: Any, **names: Any) -> Any:
-        """What the block would return."""
+        """Return blanks in the form of the block's result."""
         at, made, blank = self._stubbed.passing
         at(self._block, (places, names))
         found = iter(made(self._block, [blank(shape) for shape in self._layer_type.makes]))
@@ -447,7 +449,7 @@ class _OwnStub(Stub):
 
 
 class Swapped(TorchFunctionMode):
-    """Within it operations are given other tensors in the place of some, which are known by identity."""
+    """Mode that replaces some tensors, known by identity, in the arguments of operations."""
 
     def __init__(self, tensors: Mapping[int, Tensor]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Two ranks against one process: the logits and the gradients of every parameter, at small width in fp32.
+"""Comparison of two ranks with one process: logits and the gradients of every parameter, at small width in fp32.
 
-The ranks are threads of this process, each with a process group of its own.
+The ranks are threads of this process, each with its own process group.
 """
 
 import copy
@@ -40,32 +40,32 @@ from steelyard.modules.updates import whole_of
 from steelyard.plan.strategy import Remat
 
 _SMALL, _SMALL_OF_ONE = 1e-3, 1e-2
-"""Of the largest gradient: what a gradient of less is compared with, of several entries or of one."""
+"""Lower bounds of the scale of gradients of several entries and of one, relative to the largest gradient."""
 
 _SAME = (PreTrainedConfig, int, float, str)
-"""What copies of a model share."""
+"""Types of the values that copies of a model share."""
 LayerTypeOf = TypeVar("LayerTypeOf", bound=SplitLayerType)
 _PATIENCE_S = 120.0
-"""After which a rank is taken to stand still, as one whose partner has failed does."""
+"""Seconds after which a rank counts as stuck, as it is when its partner has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadedProof:
-    """Two ranks against one process: a model of small width, prepared, and what it gives."""
+    """Two ranks compared with one process: a small, prepared model and its expected results."""
 
     model: PreTrainedModel
     chain: ModelChain
     numbers: Sequence[int]
-    """The layers of the chain that are run: embedding, head, and two blocks of each type."""
+    """Layers of the chain that are run: embedding, head, and two blocks of each type."""
     ids: Tensor
     decoder_ids: Tensor | None
     labels: Tensor
     expected: Mapping[str, Tensor]
-    """The logits, and the gradient of every parameter by its path."""
+    """Logits, and the gradient of every parameter by its path."""
     tolerance: float
 
     def __call__(self, styles: Mapping[str, Styles], sp: bool) -> str:
-        """Why the styles by layer type do not hold; empty where they do."""
+        """Return why the styles by layer type do not hold; empty if they do."""
         split = self._split
         layer_types = tuple(
             layer_type.model_copy(
@@ -84,7 +84,7 @@ class ThreadedProof:
         return on_two_ranks(lambda mesh: self._compared(chain, mesh, frozenset(styles), sp=sp))
 
     def by_tokens(self, layer_types: Collection[str]) -> str:
-        """Why ranks may not compute layers of these types for their own tokens each; empty where they may."""
+        """Return why ranks may not each compute layers of these types for their own tokens; empty if they may."""
         return on_two_ranks(lambda mesh: self._compared(self.chain, mesh, frozenset(), by_tokens=layer_types))
 
     @property
@@ -129,7 +129,7 @@ class ThreadedProof:
 
 
 def tried(suppositions: Iterable[Styles], prove: Callable[[Styles], str]) -> list[tuple[Styles, str]]:
-    """The suppositions up to the first that holds, each with the reason why it does not; that of the last is empty."""
+    """Return the suppositions up to the first that holds, each with why it does not (empty for the one that does)."""
     found: list[tuple[Styles, str]] = []
     for styles in suppositions:
         found.append((styles, prove(styles)))
@@ -139,20 +139,20 @@ def tried(suppositions: Iterable[Styles], prove: Callable[[Styles], str]) -> lis
 
 
 def undivided(layer_type: LayerTypeOf, reasons: Iterable[str]) -> LayerTypeOf:
-    """A layer type that cannot be tensor-parallel, for these reasons."""
+    """Return the layer type marked as not tensor-parallel, with these reasons."""
     why = "; ".join(dict.fromkeys(reasons)) or "no way is known to divide its modules"
     return layer_type.model_copy(update={"no_tp": why})
 
 
 def gradients_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-    """The whole gradient of each parameter that has one, by its path."""
+    """Return the whole gradient of each parameter that has one, by its path."""
     return {path: whole_of(each.grad).clone() for path, each in parameters if each.grad is not None}
 
 
 def on_two_ranks(compared: Callable[[DeviceMesh], str]) -> str:
-    """What ``compared`` finds amiss on either of two ranks, which are threads; empty where it finds nothing.
+    """Return the fault that ``compared`` finds on either of two ranks, which are threads; empty if it finds none.
 
-    The first rank's reason goes before that of the second, whichever ends first: so it is the same in every run.
+    The first rank's reason takes precedence, whichever ends first, so that every run gives the same one.
     """
     outcomes: dict[int, str] = {}
     store = dist.HashStore()
@@ -161,7 +161,7 @@ def on_two_ranks(compared: Callable[[DeviceMesh], str]) -> str:
         try:
             dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
             outcomes[rank] = compared(init_device_mesh("cpu", (RANKS,)))
-        except SystemExit:  # how a rank ends whose partner has failed
+        except SystemExit:  # a rank ends this way if its partner has failed
             pass
         except Exception as error:
             outcomes[rank] = f"it raises {type(error).__name__} ({first_line(error)[:120]})"
@@ -181,7 +181,7 @@ def on_two_ranks(compared: Callable[[DeviceMesh], str]) -> str:
 
 
 def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy as `copy.deepcopy` makes it, without its time for empty dictionaries of hooks; configs are the same."""
+    """Return a copy like `copy.deepcopy`'s, without its time for empty dictionaries of hooks; configs are shared."""
     memo: dict[int, Any] = {id(module): module.__new__(type(module)) for module in model.modules()}
     for module in model.modules():
         own = vars(memo[id(module)])
@@ -198,7 +198,7 @@ def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
 def pieces_of(
     model: PreTrainedModel, chain: ModelChain, numbers: Iterable[int], ids: Tensor, decoder_ids: Tensor | None
 ) -> tuple[list[ChainLayer], LayerContext]:
-    """Some layers of a split model, and what a forward pass through them carries along for token ids [B, S]."""
+    """Return some layers of a split model, and the context of a forward pass through them for token ids [B, S]."""
     numbers = list(numbers)
     layers = [build_layer(model, chain, number, Remat.NONE) for number in numbers]
     split = chain.split
@@ -211,12 +211,12 @@ def pieces_of(
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss of logits of every place."""
+    """Return the mean loss of the logits of all places."""
     return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
 
 
 def parameters_by_path(model: PreTrainedModel, split: ModelSplit) -> dict[str, nn.Parameter]:
-    """Every parameter once, by its first path that lies in a layer of the split."""
+    """Return every parameter once, by its first path that lies in a layer of the split."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     inside = [path for path in split.paths if path not in split.holders]
     for path, parameter in model.named_parameters(remove_duplicate=False):
@@ -226,10 +226,10 @@ def parameters_by_path(model: PreTrainedModel, split: ModelSplit) -> dict[str, n
 
 
 def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], chain: ModelChain, tolerance: float) -> str:
-    """Where logits or gradients differ by more than ``tolerance`` of the largest entry; empty where they do not.
+    """Return where logits or gradients differ by more than ``tolerance`` of the largest entry; empty if they do not.
 
-    Gradients that are all but zero, as those of a key's bias, are compared with a thousandth of the largest; those of a
-    single entry, as of a scale, where many terms cancel, with a hundredth.
+    Near-zero gradients, such as those of a key's bias, are compared with a thousandth of the largest gradient; those of
+    a single entry, such as a scale, in which many terms cancel, with a hundredth.
     """
     wanted, sums = _joined(expected, chain), _joined(found, chain)
     largest = max(float(tensor.abs().max()) for path, tensor in wanted.items() if path != "logits")
@@ -245,7 +245,7 @@ def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], chai
 
 
 def _joined(results: Mapping[str, Tensor], chain: ModelChain) -> dict[str, Tensor]:
-    """With the gradients of all copies of a shared parameter added up."""
+    """Return the results with the gradients of all copies of a shared parameter added up."""
     sums = dict(results)
     for copies in chain.split.shared:
         given = [sums.pop(path) for _, path in copies if path in sums]
@@ -254,7 +254,7 @@ def _joined(results: Mapping[str, Tensor], chain: ModelChain) -> dict[str, Tenso
 
 
 def _in_parts(run: Callable[[Flow, LayerContext], Flow], mesh: DeviceMesh, flow: Flow, context: LayerContext) -> Flow:
-    """What a layer makes on this rank's part of the sequence, whole again."""
+    """Run a layer on this rank's part of the sequence and return the whole result."""
     entering = as_flow(tuple(_part(each, mesh) if each.is_floating_point() else each for each in tensors_of(flow)))
     made = tensors_of(run(entering, context))
     return as_flow(tuple(each if isinstance(each, DTensor) else _whole(each, mesh) for each in made))
@@ -269,7 +269,7 @@ def _whole(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _by_tokens(run: Callable[[Flow, LayerContext], Flow], mesh: DeviceMesh, flow: Flow, context: LayerContext) -> Flow:
-    """What a layer makes of this rank's tokens, in head-tail order; those of all ranks in their natural order."""
+    """Run a layer on this rank's tokens, in head-tail order; return the results of all ranks in their natural order."""
     ranked = in_order(flow, rank_order(mesh.size()))
     made = _whole(run(_part(ranked, mesh), own_context(context, mesh)), mesh)
     return in_order(made, natural_order(mesh.size()))
@@ -277,7 +277,7 @@ def _by_tokens(run: Callable[[Flow, LayerContext], Flow], mesh: DeviceMesh, flow
 
 @contextmanager
 def _threaded_groups() -> Iterator[None]:
-    """Within it the threads of this process are ranks, each with a process group of its own."""
+    """Make the threads of this process ranks within this context, each with its own process group."""
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     ProcessLocalGroup.reset()
     _install_threaded_pg()

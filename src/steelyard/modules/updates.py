@@ -1,4 +1,4 @@
-"""The end of a step on one rank: the norm of its gradients, clipping, and AdamW on its part of the parameters."""
+"""End of a step on one rank: the norm of its gradients, clipping, and AdamW on its part of the parameters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +11,15 @@ from torch.optim import AdamW
 
 
 class LocalUpdates:
-    """Mixin with which an optimizer of `torch.optim` updates each rank's part of its parameters; states stay DTensors.
+    """Mixin that makes an optimizer of `torch.optim` update each rank's part of its parameters; states stay DTensors.
 
-    For updates of this part that need no other part: DTensor's dispatch has nothing to decide, and it costs more than
-    the update itself. 50 parameters of 300 × 300 took 1.25 s of CPU a step as DTensors, and 0.12 to 0.21 s in fused
-    operations.
+    It is for updates of this part that need no other part: DTensor's dispatch has nothing to decide there and costs
+    more than the update. 50 parameters of 300 × 300 took 1.25 s of CPU per step as DTensors, and 0.12 to 0.21 s in
+    fused operations.
     """
 
     def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:
-        """Collects parameters, gradients and states as the optimizer does, and takes this rank's part of each."""
+        """Collect parameters, gradients and states as the optimizer does, and replace each by this rank's part."""
         result: bool = super()._init_group(group, *found)  # type: ignore[misc]
         for tensors in found:
             tensors[:] = [local_part(tensor) for tensor in tensors]
@@ -34,12 +34,12 @@ class LocalAdamW(LocalUpdates, AdamW):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, all of it if it is not distributed."""
+    """Return this rank's part of a tensor; all of it if it is not distributed."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part of a tensor lies in the whole."""
+    """Return the slices of the whole tensor that this rank's part covers."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -47,18 +47,18 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """The whole of a tensor; a collective call of the ranks that it is distributed over."""
+    """Return the whole tensor; a collective call of the ranks that it is distributed over."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def add_square_norms(square: Tensor, gradients: Sequence[Tensor], copies: Sequence[int]) -> None:
-    """Adds to the scalar ``square`` the squared fp32 norm of each gradient, divided by how many ranks hold it."""
+    """Add the squared fp32 norm of each gradient, over the number of ranks that hold it, to the scalar ``square``."""
     if gradients:
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
         square += (norms.square() / torch.tensor(copies, device=norms.device)).sum().to(square.device)
 
 
 def clip_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scales gradients, of which and of others ``norm`` is the norm, so that it is at most ``max_norm``."""
+    """Scale gradients so that ``norm``, which is the norm of these and others, becomes at most ``max_norm``."""
     if gradients:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))

@@ -1,13 +1,14 @@
-"""Weight gradients of linear layers in a pass of their own, after the backward pass that other stages wait for.
+"""Weight gradients of linear layers in a separate pass, after the backward pass that other stages wait for.
 
 A linear layer computes the gradient of its input in the backward pass, and keeps its input and the gradient of its
-output for that of its weight. The weight pass computes it and gives it to autograd, which accumulates it and calls its
-hooks as in any backward pass. All other parameters of a block (norms, experts that are no linear layers) have their
-gradients in the backward pass. So have embeddings and heads: the gradients of logits, which would wait, are large.
+output for the weight gradient. The weight pass computes that and gives it to autograd, which accumulates it and calls
+its hooks as in any backward pass. All other parameters of a block (norms, experts that are not linear layers) get their
+gradients in the backward pass. So do embeddings and heads, because the gradients of logits, which would have to wait,
+are large.
 
-`torch.distributed.pipelining` splits backward passes itself where no ``dw_builder`` is given. It finds weights as
-parameters of the stage, and here these are others while a layer computes, sharded or not
-(docs/explanation/log/runtime.md); it also keeps all that the forward pass saved until the weight pass.
+`torch.distributed.pipelining` splits backward passes itself if no ``dw_builder`` is given. It finds weights as
+parameters of the stage, but here other parameters take their place while a layer computes, sharded or not
+(docs/explanation/log/runtime.md); it also keeps everything that the forward pass saved until the weight pass.
 """
 
 from collections.abc import Callable
@@ -22,13 +23,13 @@ _Work = Callable[[], None]
 
 
 class WaitingGradients:
-    """The weight gradients of one block that its backward passes leave to weight passes."""
+    """Weight gradients of one block that its backward passes leave to weight passes."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._waiting: list[_Work] = []
         for module in layer.modules():
             if type(module) is nn.Linear:
-                module.__class__ = _WaitingLinear  # whoever divides it calls the forward pass of its class
+                module.__class__ = _WaitingLinear  # code that divides it calls the forward pass of its class
                 module.wait = self._waiting.append
 
     def take(self) -> list[_Work]:
@@ -44,7 +45,7 @@ class _WaitingLinear(nn.Linear):
     wait: Callable[[_Work], None]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """The output."""
+        """Return the output."""
         is_trained = any(each.requires_grad for each in (self.weight, self.bias) if each is not None)
         if not (is_trained and input.requires_grad):
             return super().forward(input)
@@ -57,20 +58,20 @@ class _WaitingLinear(nn.Linear):
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose backward pass computes the gradient of its input, and hands on what else it is given."""
+    """A linear layer whose backward pass computes the input's gradient, and hands on the inputs of the weight pass."""
 
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, wait: Callable[[Tensor, Tensor], None]
     ) -> Tensor:
-        """The output."""
+        """Return the output."""
         ctx.save_for_backward(inputs, weight)
         ctx.wait = wait
         return functional.linear(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """The gradient of the input."""
+        """Return the gradient of the input."""
         (gradient,), (inputs, weight) = gradients, ctx.saved_tensors
         ctx.wait(inputs, gradient)
         return gradient @ weight, None, None, None

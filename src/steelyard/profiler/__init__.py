@@ -1,1 +1,1 @@
-"""Measures layers, collectives and overlap on real devices, and writes them as a profile."""
+"""Measure layers, collectives and overlap on real devices, and write them as a profile."""

@@ -1,8 +1,8 @@
-"""What torchrun starts in every process: ``-m steelyard.profiler``."""
+"""Entry point that torchrun starts in every process: ``-m steelyard.profiler``."""
 
 from steelyard.processes.allocator import set_allocator
 
-set_allocator()  # as training has it: what the allocator holds beside tensors is measured
+set_allocator()  # as in training: memory that the allocator holds in addition to tensors is measured
 
 from steelyard.profiler.launch import main  # noqa: E402
 

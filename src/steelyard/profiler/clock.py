@@ -1,4 +1,4 @@
-"""Seconds on a device, agreed on by all processes: time marks, how often to repeat, and what to make of repetitions."""
+"""Seconds on a device, agreed on by all processes: time marks, number of repetitions, and their summary."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ class Stopwatch:
         self._events: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """Ends the lap before and begins the next."""
+        """End the current lap and begin the next."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -35,19 +35,19 @@ class Stopwatch:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all its work; nothing to wait for on a CPU."""
+    """Wait until the device has done all its work; a CPU needs no waiting."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def barrier(device: torch.device) -> None:
-    """Waits until every process has come here with its device idle."""
+    """Wait until every process has arrived here with its device idle."""
     synchronize(device)
     dist.barrier()
 
 
 def over_ranks(values: Sequence[float], device: torch.device, op: dist.ReduceOp.RedOpType) -> list[float]:
-    """``values`` reduced elementwise over all processes, the same on each."""
+    """Return ``values`` reduced elementwise over all processes, the same on each."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=op)
     return tensor.tolist()
@@ -85,21 +85,21 @@ def typical_seconds(
 
 
 def num_repetitions(once_s: float, budget_s: float, *, least: int = 3, most: int = 20) -> int:
-    """How often to repeat what takes ``once_s`` seconds within ``budget_s``; ``once_s`` must be equal on all ranks."""
+    """Number of repetitions of ``once_s`` seconds that fit into ``budget_s``; ``once_s`` must be equal on all ranks."""
     return int(min(max(budget_s / max(once_s, 1e-9), least), most))
 
 
 def fast_half_mean(values: Sequence[float]) -> float:
-    """The mean of the smaller half of the values (the middle one included).
+    """Return the mean of the smaller half of the values (the middle one included).
 
-    What disturbs a measurement from outside only makes it longer, so the longer half is left out; within the kept
-    half the mean and not the least value, since a step adds up good and bad moments.
+    Disturbances only make a measurement longer, so the longer half is left out. Within the kept half it is the mean,
+    not the minimum, because a step adds up good and bad moments.
     """
     kept = sorted(values)[: (len(values) + 1) // 2]
     return sum(kept) / len(kept)
 
 
 def fast_half_columns(rows: Sequence[Sequence[float]], totals: Sequence[float]) -> list[float]:
-    """The mean of each column over the half of the rows whose ``totals`` are smaller."""
+    """Return the mean of each column over the half of the rows whose ``totals`` are smaller."""
     order = sorted(range(len(rows)), key=lambda row: totals[row])[: (len(rows) + 1) // 2]
     return [sum(rows[row][column] for row in order) / len(order) for column in range(len(rows[0]))]

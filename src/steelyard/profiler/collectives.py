@@ -1,21 +1,21 @@
-r"""Measures each collective over message sizes and group shapes, with the calls that the runtime's libraries make.
+r"""Measurement of each collective over message sizes and group shapes, with the calls of the runtime's libraries.
 
-A replicated layer issues ``all_reduce``; FSDP2 issues ``all_gather_single`` and ``reduce_scatter_single`` on fresh
-buffers with copies around them, which are measured along. A change of layout from one sharded dim to another is a
-DTensor redistribution (over gloo PyTorch gathers and cuts, which is why the redistribution itself is measured and not
+A replicated layer calls ``all_reduce``; FSDP2 calls ``all_gather_single`` and ``reduce_scatter_single`` on fresh
+buffers with copies around them, which are measured too. A change of layout from one sharded dim to another is a DTensor
+redistribution (over gloo PyTorch gathers and slices, so the redistribution itself is measured and not
 ``all_to_all_single``). The pipeline sends and receives in a batch. All groups of a shape run at the same time, as they
 do inside a stage. Calls follow each other without a barrier: a collective synchronises itself, and the delay of leaving
-a barrier would be larger than a small message.
+a barrier would be longer than a small message.
 
-The seconds over message sizes are fitted to latency plus bytes over rate,
+Seconds as a function of message size are fitted to latency plus bytes over rate,
 
 $$t(b) = \alpha + \beta\,b, \qquad \min_{\alpha,\beta \ge 0} \sum_i \big((\alpha + \beta\,b_i - t_i) / t_i\big)^2$$
 
 | symbol   | name          | unit   | meaning                                                        |
 |----------|---------------|--------|----------------------------------------------------------------|
 | $b$      | tensor bytes  | bytes  | the whole tensor that is reduced, gathered or exchanged        |
-| $t$      | seconds       | s      | of one call                                                    |
-| $\alpha$ | latency       | s      | what a call takes before the first byte                        |
+| $t$      | seconds       | s      | time of one call                                               |
+| $\alpha$ | latency       | s      | time of a call before the first byte                           |
 | $\beta$  | 1 / rate      | s/byte | reciprocal of `bytes_per_s`                                    |
 
 Errors are relative, so that 16 KiB counts as much as 16 MiB. Source: the α–β model of Hockney 1994; the weights are
@@ -40,7 +40,7 @@ from steelyard.profiles.profile import Collective, CollectiveProfile
 from steelyard.units import KIB, MIB
 
 _LEAST_S_PER_BYTE = 1e-15
-"""A rate of 10^15 bytes per second stands for a time that does not grow with the size."""
+"""Seconds per byte, a rate of 10^15 bytes/s, for a time that does not grow with the size."""
 
 
 class LinearFit(NamedTuple):
@@ -52,10 +52,10 @@ class LinearFit(NamedTuple):
 
 
 def fit_latency_and_rate(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> LinearFit:
-    """The latency (s, not negative) and rate (bytes/s, positive) of least relative error over the measured points.
+    """Return the latency (s, not negative) and rate (bytes/s, positive) with the smallest relative errors.
 
-    That is the free solution if it is allowed, else one with no latency, or with no time for bytes. Raises `ValueError`
-    for fewer than two different sizes or a time that is not positive.
+    They are the unconstrained solution if that is valid, or else one with no latency or with no time for bytes. Raises
+    `ValueError` for fewer than two different sizes or a time that is not positive.
     """
     if len(set(sizes_bytes)) < 2 or len(sizes_bytes) != len(times_s):
         raise ValueError(f"two or more different sizes with a time each, not {sizes_bytes} and {times_s}")
@@ -76,7 +76,7 @@ def fit_latency_and_rate(sizes_bytes: Sequence[int], times_s: Sequence[float]) -
 
 
 SIZES_BYTES = (16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB)
-"""Bytes of the whole tensors that collectives are measured with."""
+"""Sizes in bytes of the whole tensors that collectives are measured with."""
 
 _FP32_BYTES = 4
 _MOST_CALLS = 50
@@ -84,14 +84,14 @@ _MOST_CALLS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupShape:
-    """Groups of ``size`` ranks that lie ``stride`` apart; the world is divided into such groups."""
+    """Groups of ``size`` ranks at a distance of ``stride``; the world is divided into such groups."""
 
     size: int
     stride: int
 
 
 def group_shapes(world_size: int) -> tuple[GroupShape, ...]:
-    """Group sizes that divide the world, over neighbouring ranks and over ranks as far apart as possible."""
+    """Return the group sizes that divide the world, over neighbouring ranks and over ranks as far apart as possible."""
     sizes = [size for size in range(2, world_size + 1) if world_size % size == 0]
     return tuple(GroupShape(size=size, stride=stride) for size in sizes for stride in sorted({1, world_size // size}))
 
@@ -99,10 +99,10 @@ def group_shapes(world_size: int) -> tuple[GroupShape, ...]:
 def measure_collectives(
     device: torch.device, *, left_s: Callable[[], float], sizes_bytes: Sequence[int] = SIZES_BYTES
 ) -> Iterator[CollectiveProfile]:
-    """Latency (s) and rate (bytes/s) of every collective and shape of group; a collective call.
+    """Yield latency (s) and rate (bytes/s) of every collective and group shape; a collective call.
 
-    ``left_s`` says how many seconds are left for those not yet measured; all processes must get the same answer.
-    ``send_recv`` is between two ranks, so it has groups of two alone; in an odd world it is between the first two.
+    ``left_s`` returns the seconds left for those not yet measured, which must be the same on all processes.
+    ``send_recv`` is between two ranks, so it has only groups of two; in an odd world it is between the first two.
     """
     wanted = _wanted(dist.get_world_size())
     meshes = {shape: shape_mesh(shape, device.type) for shape in group_shapes(dist.get_world_size())}
@@ -122,7 +122,7 @@ def measure_collectives(
 
 
 def num_collectives(world_size: int) -> int:
-    """How many collectives and shapes of groups `measure_collectives` measures."""
+    """Number of pairs of collective and group shape that `measure_collectives` measures."""
     return len(_wanted(world_size))
 
 
@@ -137,13 +137,13 @@ def _wanted(world_size: int) -> list[tuple[GroupShape, Collective]]:
 
 
 def shape_mesh(shape: GroupShape, device_type: str) -> DeviceMesh:
-    """The one-axis mesh of this rank's group; a collective call."""
+    """Return the one-axis mesh of this rank's group; a collective call."""
     sizes = (dist.get_world_size() // (shape.size * shape.stride), shape.size, shape.stride)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("outer", "group", "inner"))["group"]
 
 
 def _time_of_call(call: Callable[[], object], device: torch.device, *, budget_s: float) -> float:
-    """Seconds of one of several calls in a row."""
+    """Seconds of one of several consecutive calls."""
     call()
     num_calls = num_repetitions(seconds_of(call, device), budget_s / 4, least=1, most=_MOST_CALLS)
 
@@ -190,7 +190,7 @@ def _all_to_all(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Calla
 
 
 def _send_recv(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callable[[], object]:
-    """One transfer: the direction alternates, so that neither side can run ahead of the other; others do nothing."""
+    """Return a function for one transfer; directions alternate, so that neither side runs ahead; others do nothing."""
     tensor, group = torch.zeros(num_bytes // _FP32_BYTES, device=device), mesh.get_group()
     mine, peer = mesh.get_local_rank(), 1 - mesh.get_local_rank()
     senders = cycle((0, 1))
@@ -206,7 +206,7 @@ def _send_recv(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callab
 
 
 def _whole(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Tensor:
-    """The whole tensor, its elements a multiple of the square of the group's size so that it can be cut twice."""
+    """Return the whole tensor; its length is a multiple of the squared group size, so that it can be cut twice."""
     unit = mesh.size() ** 2
     return torch.zeros(max(num_bytes // _FP32_BYTES // unit, 1) * unit, device=device)
 

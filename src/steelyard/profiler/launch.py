@@ -1,7 +1,7 @@
-"""Measures a model on this host: starts torchrun with one process per device, and returns the profile that they wrote.
+"""Measurement of a model on this host: start torchrun with one process per device and return the profile it wrote.
 
 A process is ``torchrun … -m steelyard.profiler --model NAME --traced traced.json -o profile.json``. The first one shows
-a bar of progress and writes the profile.
+a progress bar and writes the profile.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _BAR_WIDTH = 30
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and writes the profile, and ends the process: 0 done, 1 failed, 2 a mistake of the user."""
+    """Measure, write the profile, and end the process with status 0 (done), 1 (failed) or 2 (a user's mistake)."""
     parser = argparse.ArgumentParser(prog="steelyard.profiler", description="Measures a model on this machine.")
     parser.add_argument("--model", required=True, help="packaged model or path of a config.json")
     parser.add_argument("--split", type=Path, help="how the module splits that --model, FILE.py:FUNCTION, builds")
@@ -65,7 +65,7 @@ def _measure_and_write(options: argparse.Namespace) -> None:
             samples=options.samples,
             trace=trace,
             budget_s=options.budget - (time.time() - options.began if options.began is not None else 0.0),
-            progress=_show if dist.get_rank() == 0 else lambda _line, _done: None,  # the first process speaks for all
+            progress=_show if dist.get_rank() == 0 else lambda _line, _done: None,  # only the first process reports
             own=own,
         )
         if dist.get_rank() == 0:
@@ -74,13 +74,13 @@ def _measure_and_write(options: argparse.Namespace) -> None:
 
 
 def progress_bar(done: float) -> str:
-    """A bar for the share that is done, 0 to 1, and the share in per cent."""
+    """Return a bar for the fraction that is done, 0 to 1, and that fraction in per cent."""
     filled = round(_BAR_WIDTH * done)
     return f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {done:4.0%}"
 
 
 def _show(line: str, done: float) -> None:
-    """Replaces the bar of progress on a terminal; elsewhere every state is a line of its own."""
+    """Replace the progress bar on a terminal; elsewhere write each state on a separate line."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[Kmeasuring {progress_bar(done)} {line}")
     else:
@@ -101,12 +101,13 @@ def launch_profiler(
     began_s: float | None = None,
     builder: str | None = None,
 ) -> Profile:
-    """The profile of ``chain`` on ``num_processes`` devices of this host, as `measure` makes it.
+    """Return the profile of ``chain`` on ``num_processes`` devices of this host, as `measure` makes it.
 
-    ``trace`` is a traced profile of ``chain``; ``samples`` are the samples of one rank in a microbatch; ``budget_s``
-    bounds the measuring, about, without the start of the processes, or all that is done since the Unix time
-    ``began_s``. A user's own module is built by ``builder``, FILE.py:FUNCTION, in each process. Progress and errors of
-    the processes go to stderr.
+    ``trace`` is a traced profile of ``chain``; ``samples`` are the samples of one rank in a microbatch. ``budget_s`` is
+    an approximate limit: of the measurement without the start of the processes, or of everything since the Unix time
+    ``began_s``. Each process builds a user's own module with ``builder``, FILE.py:FUNCTION. Progress and errors of the
+    processes go to stderr.
+
     Raises `InvalidProfileError` for wrong arguments, and `RankFailedError` if a process failed (the others are ended).
     """
     check_trace(trace, chain, seq_len=trace.identity.seq_len, precision=trace.identity.precision)

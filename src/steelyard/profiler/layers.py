@@ -1,15 +1,15 @@
-"""Measures the layers of each type as the runtime runs them: forward and backward seconds per number of samples.
+"""Measurement of the layers of each type as the runtime runs them: forward and backward seconds by number of samples.
 
 All processes run a short chain (embedding, two blocks, head) at the same time, cut at the borders of its layers: each
 layer meets the caches that its neighbours leave, and processors that are shared between processes are shared in the
-measurement. Tensor-parallel groups are real and take neighbouring ranks. Every layer is a replica over a group of one
-rank, so that what the runtime does around it is in the seconds and its collectives are not. Gradients accumulate, as
-they do over the microbatches of a step. What a remat choice adds is measured with all layers that may take it under it
-at once.
+measurement as well. Tensor-parallel groups are real and take neighbouring ranks. Every layer is a replica over a group
+of one rank, so the seconds include what the runtime does around it but not its collectives. Gradients accumulate, as
+over the microbatches of a step. The time added by a remat choice is measured with that choice set at once in all layers
+that may take it.
 
-The seconds of a layer are the mean over the faster half of the repetitions and over the ranks, stretched so that the
-chain takes as long as on its slowest rank, since a step waits for that one: where processes share processors, some
-finish early and leave theirs idle.
+The seconds of a layer are the mean over the faster half of the repetitions and over the ranks, scaled so that the chain
+takes as long as on its slowest rank, because a step waits for that one: if processes share processors, some finish
+early and leave theirs idle.
 
 Positions and masks, which a stage makes once per microbatch, count with the embedding.
 
@@ -55,7 +55,7 @@ from steelyard.profiler.clock import Stopwatch, barrier, fast_half_columns, fast
 from steelyard.profiles.profile import MeasuredTime
 
 _NUM_OF_A_TYPE = 2
-"""Blocks; of an embedding or a head there is one of each type."""
+"""Number of blocks of a type; embeddings and heads have one of each type."""
 _NUM_MICROBATCHES = 2
 
 
@@ -70,21 +70,24 @@ class ShortChain:
     dtype: torch.dtype
     chain: ModelChain
     places: tuple[int, ...]
-    """Where the layers stand in the chain of the model."""
+    """Places of the layers in the chain of the model."""
     device: torch.device
     strategy: Strategy
-    """What divides the layers' shapes; of one level at most."""
+    """Strategy that divides the layers' shapes, of one level at most."""
     own: OwnModel | None = None
-    """The user's own module that they are layers of."""
+    """User's own module that the layers belong to."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all layers that are trained."""
+        """Return the trained parameters of all layers."""
         return [each for layer in self.layers for each in layer.parameters() if each.requires_grad]
 
     def microbatch(self, samples: int) -> tuple[Tensor, Tensor]:
-        """What the first layer reads (token ids [B, S] or a hidden state [B, s, H]) and labels [B, S], on all ranks."""
+        """Return the input of the first layer and the labels [B, S], the same on all ranks.
+
+        The input is token ids [B, S] or a hidden state [B, s, H].
+        """
         generator = torch.Generator().manual_seed(samples)
-        if self.own is not None:  # whose layers read samples themselves
+        if self.own is not None:  # its layers read samples themselves
             inputs = labels = torch.zeros(samples)
         else:
             inputs, labels = random_samples(self.chain, samples, self.seq_len, generator)
@@ -96,19 +99,20 @@ class ShortChain:
         return hidden, labels.to(self.device)
 
     def entering(self, number: int, flow: Flow) -> Flow:
-        """What enters a layer after ``flow`` came out of the one before: as many hidden states as it reads.
+        """Return a layer's input for the output ``flow`` of the layer before: as many hidden states as it reads.
 
-        What else it reads, which others may have made, is made here. It needs gradients where it does in the model.
+        Other inputs, which other layers may make in the model, are made here. An input needs a gradient if it does in
+        the model.
         """
         place = self.places[number]
-        waiting = tensors_of(flow)  # a compiled block gives gradients to no tensor that is still on its way
+        waiting = tensors_of(flow)  # a compiled block gives no gradient to a tensor still being communicated
         tensors = [(each.wait() if isinstance(each, AsyncCollectiveTensor) else each).detach() for each in waiting]
         if not place:
             return tensors[0]
         wanted, parts = self.chain.type_of(place - 1).num_streams, self.strategy.sequence_degree
         read = [tensors[min(each, len(tensors) - 1)] for each in range(wanted)]
         given, options = self.chain.read(place, self.seq_len), {"dtype": self.dtype, "device": self.device}
-        if wanted > 1 and given[0].shape != given[1].shape:  # a decoder's state of another length than the encoder's
+        if wanted > 1 and given[0].shape != given[1].shape:  # the decoder's state differs in length from the encoder's
             read[1:] = [torch.randn((len(read[0]), *each.shape), **options) for each in given[1:wanted]]
         for each in given[wanted:]:
             dtype = getattr(torch, each.whole) if each.whole else self.dtype
@@ -120,7 +124,7 @@ class ShortChain:
 
 
 def layer_meshes(degree: int, device_type: str) -> DeviceMesh:
-    """The world as axes ``data``, ``shape`` (neighbouring ranks) and ``one`` (of size 1); a collective call."""
+    """Return the world as axes ``data``, ``shape`` (neighbouring ranks) and ``one`` (of size 1); a collective call."""
     sizes = (dist.get_world_size() // degree, degree, 1)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("data", "shape", "one"))
 
@@ -137,10 +141,10 @@ def build_short_chain(
     shard_mesh: DeviceMesh | None = None,
     own: OwnModel | None = None,
 ) -> ShortChain:
-    """One layer of each of ``layer_types`` (two of a block) with first weights on ``device``, under ``strategy``.
+    """Build one layer of each of ``layer_types`` (two of a block) with first weights on ``device``, under ``strategy``.
 
-    Sharded over the one axis of ``shard_mesh`` where that is given, else replicas without others. ``own`` is the user's
-    own module that the chain is of; a copy of it is divided.
+    Layers are sharded over the one axis of ``shard_mesh`` if it is given, and else are replicas without others. ``own``
+    is the user's own module that the chain is of; a copy of it is divided.
     """
     picked = [layer for layer in chain.first_of_each_type(_NUM_OF_A_TYPE) if chain.type_of(layer).name in layer_types]
     if own is None:
@@ -179,10 +183,11 @@ Laps = dict[tuple[int, Remat], list[list[float]]]
 
 
 def measure_laps(short: ShortChain, samples: Sequence[int], *, budget_s: float, least: int) -> Laps:
-    """Repetitions for each number of samples; a collective call.
+    """Return the repetitions for each number of samples; a collective call.
 
-    ``budget_s`` is divided so that every number of samples gets equally many repetitions, ``least`` at least. What a
-    remat choice adds is measured at the middle number: a part of the forward once more, the same share of it at all.
+    ``budget_s`` is divided so that every number of samples gets equally many repetitions, ``least`` at least. The time
+    added by a remat choice is measured only at the middle number: it is a part of the forward pass once more, and the
+    same fraction of it at every number.
     """
     counts = sorted(set(samples))
     middle = middle_of(counts)
@@ -195,7 +200,7 @@ def measure_laps(short: ShortChain, samples: Sequence[int], *, budget_s: float, 
             for layer in choosing:
                 layer.remat = remat
             if any(layer.compiled is not None for layer in short.layers):
-                repetition_laps(short, count)  # each number of samples is compiled anew
+                repetition_laps(short, count)  # each number of samples is compiled separately
             found[count, remat] = _rows(short, count, budget_s=share_s, least=least)
             for layer in choosing:
                 layer.remat = Remat.NONE
@@ -203,21 +208,21 @@ def measure_laps(short: ShortChain, samples: Sequence[int], *, budget_s: float, 
 
 
 def middle_of(samples: Sequence[int]) -> int:
-    """The middle one of several numbers of samples."""
+    """Return the middle one of several numbers of samples."""
     counts = sorted(set(samples))
     return counts[len(counts) // 2]
 
 
 def times_of(short: ShortChain, rounds: Sequence[Laps]) -> dict[str, tuple[MeasuredTime, ...]]:
-    """The times of each layer type in the chain, of all repetitions of all rounds; a collective call."""
+    """Return the times of each layer type in the chain, from all repetitions of all rounds; a collective call."""
     times = {key: _times_by_type(short, [row for each in rounds for row in each[key]], key[1]) for key in rounds[0]}
     counts = sorted({count for count, _ in times})
     plain = {count: times[count, Remat.NONE] for count in counts}
     added: dict[Remat, float] = {}
     for (count, remat), slower in times.items():
         if remat is not Remat.NONE and slower:
-            # over the forward, of all layer types that take it together: of one alone it is the difference of two like
-            # numbers, and for a short head less than their noise
+            # relative to the forward pass, for all layer types that take it together: for one type it is a difference
+            # of two close numbers, and for a short head less than their noise
             before = [plain[count][layer_type] for layer_type in slower]
             added_s = sum(map(sum, slower.values())) - sum(map(sum, before))
             added[remat] = max(added_s, 0.0) / sum(forward_s for forward_s, _ in before)
@@ -238,12 +243,12 @@ def times_of(short: ShortChain, rounds: Sequence[Laps]) -> dict[str, tuple[Measu
 
 
 def _may_choose(layer: ChainLayer, remat: Remat) -> bool:
-    """Whether a layer may take a remat choice: selective remat, which keeps matrix products, is for blocks."""
+    """Return whether a layer may take a remat choice: selective remat, which keeps matrix products, is for blocks."""
     return remat is not Remat.SELECTIVE or isinstance(layer, BlockLayer)
 
 
 def _times_by_type(short: ShortChain, rows: Sequence[Sequence[float]], remat: Remat) -> dict[str, tuple[float, float]]:
-    """Forward and backward seconds of each layer type that may take a remat choice, under that choice."""
+    """Return forward and backward seconds of each layer type that may take a remat choice, under that choice."""
     slowest_s = over_ranks([sum(row) for row in rows], short.device, dist.ReduceOp.MAX)
     summed = over_ranks(fast_half_columns(rows, slowest_s), short.device, dist.ReduceOp.SUM)
     stretch = fast_half_mean(slowest_s) / sum(summed)
@@ -257,7 +262,7 @@ def _times_by_type(short: ShortChain, rows: Sequence[Sequence[float]], remat: Re
 
 
 def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: Stopwatch) -> None:
-    """Forward and backward of one microbatch with a mark after each layer: forward in order, then backward reversed."""
+    """Run one microbatch with a mark after each layer: forward in order, then backward reversed."""
     watch.mark()
     context = LayerContext(
         side=short.side(short.seq_len, short.dtype, short.device),
@@ -290,7 +295,7 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
 
 
 def _read(short: ShortChain, own: OwnModel, samples: int) -> dict[int, OwnBatch]:
-    """Return inputs of the layers of a user's own module: its sample, as often as it takes."""
+    """Return inputs of the layers of a user's own module: its sample, repeated as often as needed."""
 
     def repeated(each: Tensor) -> Tensor:
         return each.detach()[torch.arange(samples) % len(each)]
@@ -302,7 +307,7 @@ def _read(short: ShortChain, own: OwnModel, samples: int) -> dict[int, OwnBatch]
 
 
 def _rows(short: ShortChain, samples: int, *, budget_s: float, least: int) -> list[list[float]]:
-    """Laps of as many repetitions as the budget allows."""
+    """Return the laps of as many repetitions as the budget allows."""
     first = repetition_laps(short, samples)
     once_s = _NUM_MICROBATCHES * over_ranks([sum(first)], short.device, dist.ReduceOp.MAX)[0]
     num_more = num_repetitions(once_s, budget_s - once_s, least=least - 1)

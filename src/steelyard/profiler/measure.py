@@ -1,4 +1,4 @@
-"""Measures a model on the devices of this process group: the counts of a traced profile, with seconds added.
+"""Measurement of a model on the devices of this process group: a traced profile with seconds added to its counts.
 
 Every process calls `measure` and gets the same `Profile`.
 """
@@ -43,10 +43,9 @@ from steelyard.profiler.overheads import (
 from steelyard.profiles.profile import CollectiveProfile, LayerProfile, MeasuredTime, Profile
 
 Progress = Callable[[str, float], None]
-"""Takes one short line about what is measured next, and the share of the whole measurement that is done."""
+"""Function of one short line about the next measurement, and the fraction of the whole measurement that is done."""
 _BESIDE_SHARE, _COLLECTIVES_BEGIN, _OVERHEADS_BEGIN = 0.2, 0.65, 0.95
-"""Of a measurement: what the optimizer, sharding and shared cores take, then layers until collectives begin, then
-these."""
+"""Fractions of a measurement: share of optimizer, sharding and shared cores; start of collectives; of overheads."""
 _NUM_ROUNDS = 3
 
 
@@ -61,13 +60,14 @@ def measure(
     progress: Progress = lambda _line, _done: None,
     own: OwnModel | None = None,
 ) -> Profile:
-    """The profile of ``chain`` on this process group's devices, for each of ``samples`` (samples of one rank).
+    """Return the profile of ``chain`` on this process group's devices, for each of ``samples`` (samples of one rank).
 
-    ``trace`` is a traced profile of the same model, sequence length and precision; those of its layers whose
-    tensor-parallel degree divides the world size are measured, the others are left out. ``budget_s`` is kept about: a
-    part that takes longer leaves less to those after it, and what cannot be left out is measured once at least. Raises
-    `InvalidProfileError` for a trace of something else, or if nothing can be measured. ``own`` is the user's own module
-    that the chain is of.
+    ``trace`` is a traced profile of the same model, sequence length and precision; the layers whose tensor-parallel
+    degree divides the world size are measured, the others are left out. ``budget_s`` is approximate: a part that takes
+    longer leaves less time to those after it, and mandatory parts are measured at least once. ``own`` is the user's own
+    module that the chain is of.
+
+    Raises `InvalidProfileError` for a trace of something else, or if nothing can be measured.
     """
     check_trace(trace, chain, seq_len=seq_len, precision=precision)
     world_size = dist.get_world_size()
@@ -119,7 +119,7 @@ def measure(
 
 
 def check_trace(trace: Profile, chain: ModelChain, *, seq_len: int, precision: LayerPrecision) -> None:
-    """Raises `InvalidProfileError` unless ``trace`` is a traced profile of this model, length and precision."""
+    """Raise `InvalidProfileError` unless ``trace`` is a traced profile of this model, length and precision."""
     identity = trace.identity
     for field, found, expected in (
         ("method", identity.method, "traced"),
@@ -137,7 +137,7 @@ def check_trace(trace: Profile, chain: ModelChain, *, seq_len: int, precision: L
 
 
 def measurable_layers(trace: Profile, num_processes: int) -> list[LayerProfile]:
-    """The layers in shapes whose degrees divide ``num_processes``; raises `InvalidProfileError` if there are none."""
+    """Return the layers in shapes whose degrees divide ``num_processes``. Raise `InvalidProfileError` if none do."""
     layers = [layer for layer in trace.layers if not any(num_processes % each for each in layer.degrees.values())]
     if not layers:
         raise InvalidProfileError(
@@ -150,7 +150,7 @@ def measurable_layers(trace: Profile, num_processes: int) -> list[LayerProfile]:
 
 
 def check_samples(samples: Sequence[int]) -> None:
-    """Raises `InvalidProfileError` unless there is a number of samples and all are 1 or more."""
+    """Raise `InvalidProfileError` unless there is a number of samples and all are 1 or more."""
     if not samples or min(samples) < 1:
         raise InvalidProfileError(
             field="samples",
@@ -161,9 +161,9 @@ def check_samples(samples: Sequence[int]) -> None:
 
 
 def reserved_over_allocated(device: torch.device) -> float | None:
-    """Most bytes that the GPU's allocator reserved so far over most that tensors held; None on a CPU.
+    """Ratio of the peak bytes that the GPU's allocator reserved so far to the peak bytes of tensors; None on a CPU.
 
-    A CPU's allocator gives back what is freed.
+    A CPU's allocator gives back freed memory.
     """
     if device.type != "cuda":
         return None
@@ -172,7 +172,7 @@ def reserved_over_allocated(device: torch.device) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Beside:
-    """What was measured of computation beside the layers' own."""
+    """Measurements of computation outside the layers."""
 
     optimizers: dict[str, float]
     sharding: tuple[AddedBySharding, ...]
@@ -181,7 +181,7 @@ class _Beside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """What all parts of one measurement share."""
+    """Settings that all parts of one measurement share."""
 
     chain: ModelChain
     seq_len: int
@@ -189,12 +189,12 @@ class _Run:
     device: torch.device
     budget_s: float
     end_s: float
-    """When it should be done, on this process's clock."""
+    """Time at which it should be done, on this process's clock."""
     progress: Progress
     own: OwnModel | None
 
     def left_until(self, share: float) -> float:
-        """Seconds until so large a share of the budget is spent, of the process that has the fewest; 0 when it is.
+        """Seconds until this share of the budget is spent, on the process with the fewest; 0 once it is spent.
 
         A collective call.
         """
@@ -204,10 +204,11 @@ class _Run:
     def compute(
         self, layers: Sequence[LayerProfile], samples: Sequence[int]
     ) -> tuple[tuple[LayerProfile, ...], _Beside]:
-        """The layers with their times; undivided the optimizer, sharding, and how processes share cores.
+        """Return the layers with their times, and the overheads of the first shape, which is undivided if that is
+        measured.
 
-        On a CPU in rounds, so that a slow moment of the machine falls on all configurations and not on one; in as many
-        as there is time for. On a GPU in one of two repetitions: the first warms up.
+        On a CPU there are as many rounds as there is time for, so that a slow moment of the machine affects all
+        configurations and not one. On a GPU there is one round of two repetitions: the first warms up.
         """
         degrees = [each for each in range(1, dist.get_world_size() + 1) if dist.get_world_size() % each == 0]
         strategies = (each for degree in degrees for each in shape_strategies(degree))
@@ -254,7 +255,7 @@ class _Run:
         return timed, beside
 
     def _beside(self, short: ShortChain, shard: Callable[[DeviceMesh], ShortChain], samples: Sequence[int]) -> _Beside:
-        """What the chain takes beside its layers: measured once, undivided where that was measured."""
+        """Measure the times other than the layers' once, of the undivided chain if that was measured."""
         middle, is_whole = middle_of(samples), short.strategy.num_devices == 1 and dist.get_world_size() > 1
         share_s = _BESIDE_SHARE * self.budget_s / 8
         return _Beside(
@@ -264,7 +265,7 @@ class _Run:
         )
 
     def collectives(self) -> tuple[CollectiveProfile, ...]:
-        """All collectives, with a line of progress for each."""
+        """Return all collectives, with a line of progress for each."""
         begin, total = _COLLECTIVES_BEGIN, num_collectives(dist.get_world_size())
         self.progress("collectives", begin)
         found = []
@@ -277,7 +278,7 @@ class _Run:
 
 
 def _driver(device: torch.device) -> str:
-    """What lies between PyTorch and the device: CUDA and NCCL with their versions."""
+    """Return the software between PyTorch and the device: CUDA and NCCL with their versions."""
     if device.type != "cuda":
         return "none"
     nccl = ".".join(map(str, torch.cuda.nccl.version()))

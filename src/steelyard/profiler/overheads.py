@@ -1,13 +1,13 @@
-r"""Measures what a step takes beside its layers: optimizer, sharding, overlap with communication, shared cores.
+r"""Measurement of step time outside the layers: optimizer, sharding, overlap with communication, shared cores.
 
-With compute of c seconds and communication of d seconds side by side in T seconds, the slowdown κ is that of the cost
-model, where the shorter one costs κ times itself and the rest of the longer one runs alone:
+If c seconds of compute and d seconds of communication take T seconds when they overlap, the slowdown κ is that of the
+cost model, where the shorter one costs κ times itself and the rest of the longer one runs alone:
 
 $$T = \kappa\,\min(c, d) + |c - d| \quad\Rightarrow\quad \kappa = \frac{T - |c - d|}{\min(c, d)}$$
 
 Processes of a host share its cores. Layers are measured while all processes compute; in a pipeline some wait for
-others, and those that do not are then faster (`measure_busy_speeds`). On GPUs every process has a device of its own,
-and nothing is to be measured.
+others, and the rest are faster meanwhile (`measure_busy_speeds`). On GPUs every process has its own device, so there is
+nothing to measure.
 
 Source: Miao et al. 2022 (arXiv 2211.13878), section 3.4.
 """
@@ -33,10 +33,10 @@ from steelyard.units import MIB
 
 
 def measure_busy_speeds(short: ShortChain, *, samples: int, budget_s: float) -> tuple[float, ...]:
-    """The speed of a process while 1, 2, … of them compute, over its speed while all do; a collective call.
+    """Return the speed of a process while 1, 2, … of them compute, relative to all computing; a collective call.
 
-    Never rising, the last one 1; empty on GPUs. ``short`` must have no tensor parallelism, so that its processes need
-    not wait for each other.
+    The speeds never rise and the last one is 1; empty on GPUs. ``short`` must have no tensor parallelism, so that its
+    processes need not wait for each other.
     """
     world_size = dist.get_world_size()
     if short.device.type == "cuda" or world_size == 1:
@@ -52,17 +52,17 @@ def measure_busy_speeds(short: ShortChain, *, samples: int, budget_s: float) -> 
 
 
 def non_rising(speeds: list[float]) -> tuple[float, ...]:
-    """``speeds`` raised, where noise makes it necessary, so that none is below a later one."""
+    """Return ``speeds`` raised, where noise makes it necessary, so that none is below a later one."""
     return tuple(accumulate(reversed(speeds), max))[::-1]
 
 
 def _seconds(short: ShortChain, samples: int, num_busy: int) -> float:
-    """Seconds of a microbatch on the first ``num_busy`` processes, the others idle: the mean over those that work."""
+    """Seconds of a microbatch on the first ``num_busy`` processes, the others idle: the mean over the busy ones."""
     is_busy = dist.get_rank() < num_busy
     if is_busy:
         seconds = sum(repetition_laps(short, samples))
     else:
-        barrier(short.device)  # the one with which those that work begin
+        barrier(short.device)  # matches the barrier with which the busy ones begin
         seconds = 0.0
     barrier(short.device)
     return over_ranks([seconds], short.device, dist.ReduceOp.SUM)[0] / num_busy
@@ -75,11 +75,11 @@ _REDUCED_BYTES = 4
 
 
 def measure_optimizers(short: ShortChain, *, budget_s: float) -> dict[str, float]:
-    """Seconds of the end of a step per parameter of a rank by optimizer, all processes at once; a collective call.
+    """Seconds of the end of a step per parameter of a rank, by optimizer, on all processes at once; a collective call.
 
-    That is: clipping, the optimizer, and clearing the gradients. The parameters are those of a short chain, with its
-    many small tensors. On a CPU of all optimizers but those that need to know matrices; on a GPU of AdamW, since there
-    others move as many bytes a second.
+    They cover clipping, the optimizer, and clearing the gradients. The parameters are those of a short chain, with its
+    many small tensors. On a CPU all optimizers are measured except those that need to know matrices; on a GPU only
+    AdamW, because the others move as many bytes per second there.
     """
     words = Optimizer.values if short.device.type == "cpu" else (Optimizer().word,)
     known = [each for each in map(Optimizer, words) if each.effects(Effects()).matrices is None]
@@ -110,22 +110,22 @@ def _update_s(short: ShortChain, lever: Optimizer, *, budget_s: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedBySharding:
-    """What sharding a short chain over a group adds to a microbatch of it, the collectives included."""
+    """Time that sharding a short chain over a group adds to its microbatch, including the collectives."""
 
     group_size: int
     seconds: float
     params_of_layers: tuple[int, ...]
     """Parameters of each layer of the chain."""
     trained_of_layers: tuple[int, ...]
-    """Those of them that are trained."""
+    """Trained parameters of each layer of the chain."""
     gathered_bytes: int
-    """Of one parameter."""
+    """Bytes gathered per parameter."""
 
     def beside(self, collectives: Sequence[CollectiveProfile]) -> ShardingTime:
-        """What it adds to a layer on average, beside what the collectives take by their measured rates.
+        """Return the added time per layer on average, without the time of the collectives by their measured rates.
 
-        By those rates, though another measurement of the very messages is at hand: what a plan is priced with is their
-        sum, which is then what was measured, whatever the fit of the rates misses.
+        These rates are used although another measurement of the same messages is available: a plan's price is the sum
+        of both, which then equals the measured time, whatever the error of the fitted rates.
         """
         by_collective = {
             each.kind: each for each in collectives if each.group_size == self.group_size and not each.strided
@@ -140,11 +140,11 @@ class AddedBySharding:
 def measure_sharding(
     replicated: ShortChain, shard: Callable[[DeviceMesh], ShortChain], *, samples: int, budget_s: float
 ) -> tuple[AddedBySharding, ...]:
-    """What sharding the layers over groups of each size adds to a microbatch; a collective call.
+    """Return the time that sharding the layers over groups of each size adds to a microbatch; a collective call.
 
-    That is: the collectives, what FSDP2 does around them, and what processes that share cores lose where each layer
-    waits for all of them. ``shard`` makes the chain ``replicated`` sharded over a mesh. Nothing on a GPU, where the
-    host is ahead of the device.
+    It includes the collectives, the work of FSDP2 around them, and the time that processes that share cores lose
+    because each layer waits for all of them. ``shard`` makes the chain ``replicated`` sharded over a mesh. Empty on a
+    GPU, where the host is ahead of the device.
     """
     if replicated.device.type == "cuda":
         return ()
@@ -166,7 +166,7 @@ def measure_sharding(
 
 
 def _added_s(replicated: ShortChain, sharded: ShortChain, samples: int, *, budget_s: float) -> float:
-    """What a microbatch takes longer sharded; both in turn, so that a slow moment falls on both."""
+    """Additional seconds of a sharded microbatch; both kinds run in turn, so that a slow moment affects both."""
 
     def both_s() -> list[float]:
         laps_s = [sum(repetition_laps(chain, samples)) for chain in (sharded, replicated)]
@@ -178,7 +178,7 @@ def _added_s(replicated: ShortChain, sharded: ShortChain, samples: int, *, budge
 
 
 def measure_step_overhead(device: torch.device, *, budget_s: float) -> float:
-    """Seconds of a step that no layer accounts for: one all-reduce of the loss and one of the gradient norm."""
+    """Seconds of a step outside all layers: one all-reduce of the loss and one of the gradient norm."""
     scalar = torch.zeros((), device=device)
 
     def reduce_both() -> None:
@@ -189,7 +189,7 @@ def measure_step_overhead(device: torch.device, *, budget_s: float) -> float:
 
 
 def measure_overlap_slowdown(device: torch.device, *, budget_s: float) -> float:
-    """How much longer matrix products and an all-reduce take side by side, 1 to 2; a collective call."""
+    """Slowdown of matrix products and an all-reduce that run at the same time, 1 to 2; a collective call."""
     message = torch.zeros(_OVERLAP_ELEMENTS, device=device)
     matrix = torch.full((_MATMUL_SIZE, _MATMUL_SIZE), 1.0 / _MATMUL_SIZE, device=device)
 
@@ -212,10 +212,10 @@ def measure_overlap_slowdown(device: torch.device, *, budget_s: float) -> float:
 
 
 def slowdown(compute_s: float, communication_s: float, both_s: float) -> float:
-    """The slowdown κ of the cost model, see the module; all arguments in seconds.
+    """Slowdown κ of the cost model, see the module; all arguments in seconds.
 
-    At least 1, and at most 2, where one after the other takes as long: PyTorch's wrappers do not run both side by side
-    on a CPU, so nothing is ever slower than that.
+    It is at least 1, and at most 2, where one after the other takes as long: PyTorch's wrappers do not run both at the
+    same time on a CPU, so nothing is ever slower than that.
     """
     alone_s = abs(compute_s - communication_s)
     return min(max((both_s - alone_s) / min(compute_s, communication_s), 1.0), 2.0)

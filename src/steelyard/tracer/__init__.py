@@ -1,1 +1,1 @@
-"""Counts a real layer on fake tensors and writes profiles."""
+"""Count the work and memory of a real layer on fake tensors, and write profiles."""

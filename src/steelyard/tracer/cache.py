@@ -1,7 +1,7 @@
-"""Keeps traces on disk, by everything that enters them, so that a model is traced once.
+"""Cache of traces on disk, by everything that a trace depends on, so that a model is traced once.
 
-Below the folder lie the traces of the package (`steelyard.tracer.packaged`). The key is made without importing torch: a
-planner that finds its trace in either place needs no torch at all.
+Traces of the package (`steelyard.tracer.packaged`) are looked up after the folder. The key is made without importing
+torch: planning needs no torch if the trace is in either place.
 """
 
 import logging
@@ -32,16 +32,17 @@ def cached_trace(
     with_products: bool = False,
     fp32_adapters: bool = False,
 ) -> Profile:
-    """The traced profile from the cache folder or the package, traced and stored in the folder if it is new.
+    """Return the traced profile from the cache folder or the package; trace and store it in the folder if it is new.
 
     ``folder`` defaults to ``$XDG_CACHE_HOME/steelyard/traces`` (``~/.cache`` where unset). A folder that cannot be
-    written, or a file in it that cannot be read, costs time and nothing else. ``own`` is a user's own module, where
-    the chain is of one (`steelyard.modules.own_pieces.OwnModel`). ``with_products`` asks for shapes of matrix
-    products, which the package leaves out; ``fp32_adapters`` is as `steelyard.tracer.layer.TracedLayer` has it.
-    Raises `NotInstalledError` where the model has to be traced and torch is not there, and `InvalidModelError` for a
-    split from a plan file on which tracing fails.
+    written, or a file in it that cannot be read, only costs time. ``own`` is a user's own module, if the chain is of
+    one (`steelyard.modules.own_pieces.OwnModel`). ``with_products`` asks for shapes of matrix products, which the
+    package leaves out; ``fp32_adapters`` is as in `steelyard.tracer.layer.TracedLayer`.
+
+    Raises `NotInstalledError` if the model has to be traced and torch is not installed, and `InvalidModelError` if
+    tracing fails on a split from a plan file.
     """
-    if precision == "fp16":  # as wide as bf16, and widths are all that is counted
+    if precision == "fp16":  # as wide as bf16, and only widths are counted
         options: dict[str, Any] = {"with_products": with_products, "fp32_adapters": fp32_adapters}
         same = cached_trace(
             chain, seq_len=seq_len, precision="bf16", degrees=degrees, folder=folder, own=own, **options
@@ -82,7 +83,7 @@ def cached_trace(
 
 @cache
 def _say_kept(folder: Path) -> None:
-    """Say once in a process where traces are kept."""
+    """Log once per process where traces are kept."""
     _logger.info("traced with torch; traces are kept for the next time in %s", folder)
 
 

@@ -1,9 +1,9 @@
-"""Counts what a piece of a program does, operation by operation, while it runs on fake tensors.
+"""Counters of the work of a program, operation by operation, while it runs on fake tensors.
 
 `OpCounter` sees every operation below autograd and below DTensor, on the local tensors of one rank: its FLOP from
-PyTorch's own registry, the bytes it reads and writes, the collectives it calls, and which storages are alive after it.
+PyTorch's registry, the bytes it reads and writes, the collectives it calls, and the storages alive after it.
 
-Not counted: work inside an operation that PyTorch does not list in its FLOP registry, and the scratch space of kernels.
+Not counted: work within operations that PyTorch's FLOP registry does not list, and the scratch space of kernels.
 """
 
 import weakref
@@ -43,8 +43,8 @@ _ATTENTION_CAUSAL_ARGUMENT = {
 }
 """Position of ``is_causal`` among the arguments of each attention operation."""
 _SLOWER = dict.fromkeys(("bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise"), 4)
-"""How many times as long an operation takes to move its bytes as others do. To make a weight whole of four bits took
-6 ps on an A100 in litgpt's table and 9 in ms-swift's (bitsandbytes 0.41), where its 2.5 bytes would take 1.75."""
+"""Time of an operation relative to others that move as many bytes. Dequantizing a weight of four bits took 6 ps on an
+A100 in litgpt's table and 9 in ms-swift's (bitsandbytes 0.41), where its 2.5 bytes would take 1.75."""
 
 
 @dataclass(slots=True)
@@ -53,11 +53,11 @@ class OpCounts:
 
     matmul_flop: float = 0.0
     low_precision_flop: float = 0.0
-    """Of them, of products of 8-bit operands."""
+    """Part of `matmul_flop` in products of 8-bit operands."""
     attention_flop: float = 0.0
     matmul_bytes: float = 0.0
     expert_weight_bytes: float = 0.0
-    """Of them, of weights of routed experts and their gradients."""
+    """Part of `matmul_bytes` for weights of routed experts and their gradients."""
     memory_bytes: float = 0.0
     num_kernels: int = 0
     key_value_bytes: float = 0.0
@@ -65,19 +65,19 @@ class OpCounts:
     attention_bytes: float = 0.0
     """Queries, keys, values and results of attention kernels."""
     square_flop: float = 0.0
-    """FLOP of attention if every query saw every key: of its kernels, or of its products where it runs step by step."""
+    """FLOP of attention if every query saw every key: of its kernels, or of its products if it runs step by step."""
     products: list["SeenProduct"] = field(default_factory=list)
     attention: list["SeenAttention"] = field(default_factory=list)
     collectives: dict[Collective, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Bytes of the whole tensor of each call."""
+    """Bytes of the whole tensor, for each call."""
 
     def copy(self) -> "OpCounts":
-        """The totals as they are now."""
+        """Return a copy of the totals as they are now."""
         collectives = defaultdict(list, {collective: list(calls) for collective, calls in self.collectives.items()})
         return replace(self, collectives=collectives, products=list(self.products), attention=list(self.attention))
 
     def add(self, other: "OpCounts") -> None:
-        """Adds others, as those of one operation."""
+        """Add other counts, such as those of one operation."""
         if other is _NOTHING:
             return
         for name in _SUMS:
@@ -88,7 +88,7 @@ class OpCounts:
             self.collectives[collective] += calls
 
     def beyond(self, other: "OpCounts") -> "OpCounts":
-        """What these sums have more than ``other``, of which they hold everything; a largest number is no sum."""
+        """Return the counts in excess of those of ``other``, all of which these totals include."""
         collectives: dict[Collective, list[float]] = defaultdict(list)
         for collective, calls in self.collectives.items():
             if more := Counter(calls) - Counter(other.collectives.get(collective, ())):
@@ -123,16 +123,16 @@ class SeenAttention(NamedTuple):
 
 
 _SUMS = tuple(each.name for each in fields(OpCounts) if each.type in (int, float))
-"""The counts that are numbers."""
+"""Names of the counts that are numbers."""
 _NOTHING = OpCounts()
 Operations = FakeOpCache[OpCounts]
-"""Operations seen by any number of `OpCounter`s."""
+"""Cache of operations, for any number of `OpCounter`s."""
 
 
 class OpCounter(FakeOpMode):
-    """Counts into ``counts`` (replace it between phases) and keeps a log of storages that appear and go.
+    """Counter into ``counts`` (replace it between phases) that also logs storages as they appear and are freed.
 
-    ``log`` holds (storage id, bytes) with bytes negative when the storage is freed. Storages named in ``watch`` before
+    ``log`` holds (storage id, bytes), with negative bytes when the storage is freed. Storages given to ``watch`` before
     the first operation are logged as present. Operations in ``seen`` are not run again.
     """
 
@@ -145,7 +145,7 @@ class OpCounter(FakeOpMode):
         self._numbers = count()
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Logs the storages of these tensors as present from now on, where they have no number yet."""
+        """Log the storages of these tensors as present from now on, if they have no number yet."""
         for storage in (_local(tensor).untyped_storage() for tensor in tensors):
             if storage not in self._ids:
                 key, size = next(self._numbers), storage.nbytes()
@@ -154,17 +154,17 @@ class OpCounter(FakeOpMode):
                 weakref.finalize(storage, self.log.append, (key, -size))
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Leaves the storages of these tensors (parameters, shared inputs) out of the log."""
+        """Leave the storages of these tensors (parameters, shared inputs) out of the log."""
         for tensor in tensors:
             self._ids[_local(tensor).untyped_storage()] = next(self._numbers)
 
     def storage_ids(self, tensors: Iterable[Tensor]) -> set[int]:
-        """The ids under which the storages of these tensors stand in the log."""
+        """Return the ids of the storages of these tensors in the log."""
         storages = [_local(tensor).untyped_storage() for tensor in tensors]
         return {self._ids[storage] for storage in storages if storage in self._ids}
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the operation and counts it, unless it asks about a tensor."""
+        """Run the operation and count it, unless it only queries a tensor."""
         if func.namespace == "prim":
             return func(*args, **kwargs)
         out, effect = self._seen.run(func, args, kwargs, lambda out: _effect(func, args, kwargs, out))
@@ -185,7 +185,7 @@ def live_bytes(log: list[tuple[int, int]], *, without: set[int]) -> list[int]:
 
 
 def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCounts:
-    """What an operation adds to the counts."""
+    """Return the counts that an operation adds."""
     if func.namespace == "_c10d_functional":
         return _effect_of_collective(func, args, out)
     packet = func._overloadpacket
@@ -248,7 +248,7 @@ def _effect_of_collective(func: Any, args: tuple[Any, ...], out: Any) -> OpCount
 
 _BATCHED_PRODUCTS = {aten.bmm, aten.baddbmm}
 _GROUPED_PRODUCTS = {torch.ops.steelyard.grouped_mm, torch.ops.steelyard.grouped_mm_backward}
-"""Rows times the weights of their experts: the operands of three dims."""
+"""Products of rows with the weights of their experts; the weights are the operands of three dims."""
 _FREE_OPERATIONS = {
     aten._unsafe_view,
     aten.detach,
@@ -261,11 +261,11 @@ _FREE_OPERATIONS = {
     aten.lift_fresh,
 }
 _FILLING_OPERATIONS = {aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten.ones_like, aten.full_like}
-"""Operations that are given a tensor for its shape or type alone, and read nothing of it."""
+"""Operations that use a tensor only for its shape or type, and read nothing of it."""
 
 
 def _seen_products(packet: Any, args: tuple[Any, ...], out: Any) -> tuple[SeenProduct, ...]:
-    """The shapes of what an operation multiplies: none of a convolution."""
+    """Return the shapes of an operation's matrix products; none for a convolution."""
     if packet is torch.ops.steelyard.grouped_mm:
         return (_of_experts(*args[:2], share=args[3]),)
     if packet is torch.ops.steelyard.grouped_mm_backward:
@@ -279,7 +279,7 @@ def _seen_products(packet: Any, args: tuple[Any, ...], out: Any) -> tuple[SeenPr
 
 
 def _of_experts(inputs: Tensor, weights: Tensor, *, share: float) -> SeenProduct:
-    """The product of rows with the weights of their experts, as many for each."""
+    """Return the product of rows with the weights of their experts, with equally many rows for each."""
     experts, inner, outer = weights.shape
     return SeenProduct(groups=experts, m=inputs.shape[0] * share / experts, n=outer, k=inner)
 
@@ -303,7 +303,7 @@ def _seen_attention(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _is_causal(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an attention kernel computes one half of the square alone."""
+    """Return whether an attention kernel computes only one half of the square."""
     position = _ATTENTION_CAUSAL_ARGUMENT[packet]
     return bool(kwargs.get("is_causal", args[position] if len(args) > position else False))
 

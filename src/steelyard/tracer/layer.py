@@ -1,7 +1,7 @@
-"""Runs one layer forward and backward on fake tensors and reports what one rank does and holds.
+"""Observation of one layer that runs forward and backward on fake tensors: the work and memory of one rank.
 
-Selective remat runs as in training, with PyTorch's own contexts. Full remat needs no run of its own: PyTorch computes
-the layer again up to where its last tensor is saved for backward, which the run without remat shows; what is held then
+Selective remat runs as in training, with PyTorch's own contexts. Full remat needs no separate run: PyTorch recomputes
+the layer up to where its last tensor is saved for backward, which the run without remat shows; the memory in use then
 is bounded by the larger of that part of the forward pass and of the backward pass without remat.
 """
 
@@ -46,24 +46,24 @@ from steelyard.processes.group import fake_group
 from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes
 
 ALONE = "alone"
-"""The axis of this rank alone, in a fake world."""
+"""Axis of this rank alone, in a fake world."""
 STEP_COUNT_BYTES = 4
-"""AdamW's count of steps, which it keeps for each parameter."""
+"""Bytes of AdamW's step count, which it keeps for each parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What one rank does and holds for one layer at one number of samples."""
+    """Work and memory of one rank for one layer at one number of samples."""
 
     held: dict[str, Any]
-    """Numbers of parameters and bytes of buffers, by their names in `LayerProfile`."""
+    """Parameter counts and bytes of buffers, by their names in `LayerProfile`."""
     plain: "CountedLayer"
     recomputed: dict[Remat, "Recomputed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputed:
-    """What changes under a remat choice: the work that backward does in addition, and the bytes held."""
+    """Differences under a remat choice: the additional work in backward, and the bytes held."""
 
     work: OpCounts
     saved_bytes: int
@@ -73,14 +73,14 @@ class Recomputed:
 
 @contextmanager
 def fake_world(size: int) -> Iterator[DeviceMesh]:
-    """A one-axis mesh of ``size`` ranks in this process alone."""
+    """Yield a one-axis mesh of ``size`` ranks in this process alone."""
     with fake_group(0, size):
         yield init_device_mesh("cpu", (size, 1), mesh_dim_names=("ranks", ALONE))["ranks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedLayer:
-    """The layer to observe, and how: its place in the chain, a sequence length, a precision, and what divides it."""
+    """Layer to observe and its setup: place in the chain, sequence length, precision, and what divides it."""
 
     chain: ModelChain
     layer: int
@@ -88,20 +88,20 @@ class TracedLayer:
     precision: LayerPrecision
     mesh: DeviceMesh
     strategy: Strategy
-    """Of one level at most, over the ranks of ``mesh``."""
+    """Strategy of one level at most, over the ranks of ``mesh``."""
     model: PreTrainedModel
-    """The whole model on the meta device, made ready by `steelyard.modules.build.prepare_model`; it is not changed."""
+    """Whole model on the meta device, prepared by `steelyard.modules.build.prepare_model`; it is not changed."""
     exchanged: float | None = None
-    """Where experts are divided over ranks, how many times the pairs of its tokens and their experts the rank computes;
-    None where they are whole."""
+    """Pairs of token and expert that the rank computes, relative to those of its own tokens, if experts are divided
+    over ranks; None if they are whole."""
     fp32_adapters: bool = False
-    """Whether weights of adapters are in fp32 whatever the precision, so that adapters compute in it too."""
+    """Whether weights of adapters are in fp32 at any precision, so that adapters also compute in it."""
     seen: Operations = field(default_factory=Operations, repr=False, compare=False)
-    """Operations that need not be run again: share one between traced layers."""
+    """Operations that need not run again; share one between traced layers."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of parameters and activations while a layer computes."""
+        """Dtype of parameters and activations while a layer computes."""
         return activation_dtype(self.precision)
 
     @property
@@ -111,7 +111,7 @@ class TracedLayer:
 
 
 def observe(traced: TracedLayer, sizes: tuple[int, ...]) -> list[Observation]:
-    """One observation of the layer per number of samples."""
+    """Return one observation of the layer per number of samples."""
     with fake_layer(traced) as layer:
         side = shared_inputs(traced, layer)
         return [_observe_size(traced, layer, samples, side) for samples in sizes]
@@ -119,7 +119,7 @@ def observe(traced: TracedLayer, sizes: tuple[int, ...]) -> list[Observation]:
 
 @contextmanager
 def fake_layer(traced: TracedLayer) -> Iterator[ChainLayer]:
-    """The layer on fake tensors, tensor-parallel as ``traced`` says, to be run in the context."""
+    """Yield the layer on fake tensors, divided by ``traced.strategy``, to be run within the context."""
     layer = copy.deepcopy(build_layer(traced.model, traced.chain, traced.layer, Remat.NONE))
     with FakeTensorMode(allow_non_fake_inputs=False), ExitStack() as stack:
         make_fake(layer, traced.dtype)
@@ -133,12 +133,12 @@ def fake_layer(traced: TracedLayer) -> Iterator[ChainLayer]:
         if traced.strategy.tensor_degree > 1 and traced.role is LayerRole.HEAD:
             stack.enter_context(loss_parallel())
         if isinstance(layer.run_alone, ShellPiece):
-            layer.run_alone.fill(torch.device("cpu"))  # once in a run, and not in every pass
+            layer.run_alone.fill(torch.device("cpu"))  # once, not in every pass
         yield layer
 
 
 def make_fake(module: nn.Module, dtype: torch.dtype) -> None:
-    """Puts fake tensors on the CPU in the place of meta ones, parameters in ``dtype``, in place."""
+    """Replace meta tensors by fake ones on the CPU, with parameters in ``dtype``, in place."""
     for path, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
             own_dtype = dtype if parameter.is_floating_point() else parameter.dtype
@@ -147,7 +147,7 @@ def make_fake(module: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in owner.named_buffers(recurse=False):
             rests = rests_in(f"{path}.{name}", buffer, dtype)
             owner._buffers[name] = torch.empty(buffer.shape, dtype=rests, device="cpu")
-        for kept in (each for each in vars(owner).values() if type(each) is dict):  # as adapters keep indices
+        for kept in (each for each in vars(owner).values() if type(each) is dict):  # such as indices of adapters
             kept |= {
                 key: torch.empty(each.shape, dtype=each.dtype, device="cpu")
                 for key, each in kept.items()
@@ -156,9 +156,9 @@ def make_fake(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _observe_size(traced: TracedLayer, layer: ChainLayer, samples: int, side: SharedInputs) -> Observation:
-    """What is seen in a run without remat and one with selective remat, for the layers that may take it.
+    """Return the observation of a run without remat and, for a block, of one with selective remat.
 
-    Parameters without gradients count as trained where the chain says nothing of frozen ones.
+    Parameters without gradients count as trained if the chain has no frozen ones.
     """
     plain = run_layer(traced, layer, samples, side)
     kept_bytes = plain.input_bytes + plain.label_bytes if plain.has_backward else 0
@@ -193,10 +193,10 @@ def _observe_size(traced: TracedLayer, layer: ChainLayer, samples: int, side: Sh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedLayer:
-    """Counts of a forward and a backward pass, and the bytes alive in them (parameters and gradients left out).
+    """Counts of a forward and a backward pass, and the bytes alive in them (without parameters and gradients).
 
-    ``needed`` is the part of the forward pass that ends with the last tensor saved for backward; ``label_bytes`` are
-    of the labels that the head reads; the others as in `LayerProfile`.
+    ``needed`` is the part of the forward pass up to the last tensor saved for backward; ``label_bytes`` are those of
+    the labels that the head reads; the others are as in `LayerProfile`.
     """
 
     forward: OpCounts
@@ -215,14 +215,14 @@ class CountedLayer:
 
 
 def shared_inputs(traced: TracedLayer, layer: ChainLayer) -> SharedInputs:
-    """What a `fake_layer` reads beside the hidden state; the same for any number of samples."""
+    """Return the inputs of a `fake_layer` other than the hidden state, the same for any number of samples."""
     device = torch.device("cpu")
     builder = shared_inputs_of([layer], traced.model, traced.chain, device)
     return builder(traced.seq_len, traced.dtype, device)
 
 
 def run_layer(traced: TracedLayer, layer: ChainLayer, samples: int, side: SharedInputs) -> CountedLayer:
-    """Runs a `fake_layer` once forward and backward, with its `shared_inputs`."""
+    """Run a `fake_layer` once forward and backward, with its `shared_inputs`."""
     context, flow = _inputs(traced, samples, side)
     labels = context.labels_BS if traced.role is LayerRole.HEAD else None
     beside = [each for part in getattr(layer.run_alone, "beside", ()) for each in part.buffers()]
@@ -249,10 +249,10 @@ def count_passes(
     all_inputs: bool = True,
     seen: Operations | None = None,
 ) -> CountedLayer:
-    """Counts one forward pass, which ``call`` runs, and its backward pass; ``constants`` are not counted as memory.
+    """Count one forward pass, which ``call`` runs, and its backward pass; ``constants`` are not counted as memory.
 
-    Inputs that need no gradient count as saved where ``all_inputs`` do, or autograd saves them; and none where there is
-    no backward pass.
+    Inputs that need no gradient count as saved if ``all_inputs`` do, or if autograd saves them; none count as saved if
+    there is no backward pass.
     """
     for parameter in module.parameters():
         parameter.grad = None
@@ -313,7 +313,7 @@ def count_passes(
 
 
 def _inputs(traced: TracedLayer, samples: int, side: SharedInputs) -> tuple[LayerContext, Flow]:
-    """The context of a forward pass, and what flows into the layer."""
+    """Return the context of a forward pass and the input of the layer."""
     chain, seq_len, model = traced.chain, traced.seq_len, traced.model
     batch = None
     if isinstance(chain.split, OwnSplit):

@@ -32,16 +32,15 @@ from steelyard.precision import LayerPrecision
 from steelyard.profiles.profile import LayerProfile, Profile, ProfileIdentity
 
 TRACER_VERSION = 11
-"""Raised whenever the tracer counts differently."""
+"""Version of the counts; bump when the tracer counts differently."""
 ATTENTION = "sdpa"
-"""Which attention of transformers is traced."""
+"""Attention implementation of transformers that is traced."""
 LEFT_OUT = "products"
-"""Shapes of matrix products, which enter no price but that of levers which ask for them: how equal ones are folded
-depends on the length."""
+"""Shapes of matrix products, which only some levers' prices need; how equal ones are folded depends on the length."""
 
 
 def legal_shapes(layer_type: LayerType, degree: int, seq_len: int) -> Iterator[Strategy]:
-    """The strategies under which a layer type has a shape of its own at a degree; none where the degree is illegal."""
+    """Yield the strategies that give a layer type distinct shapes at a degree; none if the degree is illegal."""
     batch = Batch(microbatch_samples=degree, seq_len=seq_len)
     for strategy in shape_strategies(degree):
         if illegal_reason(layer_type, strategy, batch) is None:
@@ -49,14 +48,14 @@ def legal_shapes(layer_type: LayerType, degree: int, seq_len: int) -> Iterator[S
 
 
 def trace_file(config_hash: str, precision: LayerPrecision) -> Any:
-    """Where the packaged trace of a config is, if there is one."""
+    """Path of the packaged trace of a config; the file need not exist."""
     return resources.files("steelyard.tracer") / "traces" / f"{config_hash}-{precision}.json.gz"
 
 
 def packaged_trace(
     chain: ModelChain, *, seq_len: int, precision: LayerPrecision, degrees: Iterable[int]
 ) -> Profile | None:
-    """What `steelyard.tracer.trace.trace` would return, from the package; None where that does not hold it."""
+    """Return the result of `steelyard.tracer.trace.trace` from the package; None if the package does not have it."""
     content = _content(chain, precision)
     if content is None:
         return None
@@ -64,7 +63,7 @@ def packaged_trace(
 
 
 def _content(chain: ModelChain, precision: LayerPrecision) -> dict[str, Any] | None:
-    """What the packaged trace of a model holds; None where there is none, or it does not hold for what is installed."""
+    """Return the content of a model's packaged trace; None if there is none that holds for what is installed."""
     file = trace_file(chain.config_hash, precision)
     if not file.is_file():
         return None
@@ -74,7 +73,7 @@ def _content(chain: ModelChain, precision: LayerPrecision) -> dict[str, Any] | N
 
 
 def packaged_lengths(chain: ModelChain, precision: LayerPrecision) -> str:
-    """What is packaged of a model in words, for messages; empty where nothing is, or what is there does not hold."""
+    """Return the packaged lengths and degrees of a model as words for messages; empty if there are none that hold."""
     content = _content(chain, precision)
     if content is None:
         return ""
@@ -86,7 +85,7 @@ def packaged_lengths(chain: ModelChain, precision: LayerPrecision) -> str:
 
 
 def profile_at(content: dict[str, Any], chain: ModelChain, *, seq_len: int, degrees: Sequence[int]) -> Profile | None:
-    """The profile at a length, from what a packaged trace holds; None where length or degrees lie outside of it."""
+    """Return the profile at a length from a packaged trace; None if it does not cover the length or the degrees."""
     wanted = {
         (layer_type.name, frozenset(strategy.shape.items())): degree
         for degree in degrees
@@ -107,7 +106,7 @@ def profile_at(content: dict[str, Any], chain: ModelChain, *, seq_len: int, degr
 
 
 class _Shares(NamedTuple):
-    """What a value at each traced length counts: whole numbers over a common divisor."""
+    """Weights of the values at each traced length: whole numbers over a common divisor."""
 
     counts: tuple[int, ...]
     divisor: int
@@ -120,7 +119,7 @@ def _shares(lengths: Sequence[int], seq_len: int) -> _Shares:
 
 
 def _along(values: Sequence[Any], shares: _Shares, sizes: Sequence[int]) -> Any:
-    """What stands at one place of a layer's profile, from what stands there at each traced length."""
+    """Return one entry of a layer's profile from its values at each traced length."""
     first = values[0]
     if isinstance(first, dict):
         if "at" in first:
@@ -140,7 +139,7 @@ def _along(values: Sequence[Any], shares: _Shares, sizes: Sequence[int]) -> Any:
 
 
 def counted_at(value: Any, sizes: Sequence[int]) -> Any:
-    """A part of a profile as packaged traces hold it: in the place of lines the counts that they were drawn through."""
+    """Return a part of a profile as packaged traces store it: counts at ``sizes`` instead of the lines through them."""
     if isinstance(value, dict):
         if set(value) == {"constant", "per_sample"}:
             return {"at": [_half(value["constant"] + value["per_sample"] * size) for size in sizes]}
@@ -151,6 +150,6 @@ def counted_at(value: Any, sizes: Sequence[int]) -> Any:
 
 
 def _half(value: float) -> int | float:
-    """A count as it was: whole, but for causal attention, of which half is done."""
+    """Return a count as it was: a whole number, or a half in causal attention, which does half of the work."""
     twice = round(2 * value)
     return twice / 2 if twice % 2 else twice // 2

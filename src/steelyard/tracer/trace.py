@@ -1,11 +1,11 @@
-"""Traces one layer of each type on fake tensors: work, memory and collectives of one rank, as a `Profile`.
+"""Traces of one layer of each type on fake tensors: work, memory and collectives of one rank, as a `Profile`.
 
-The layer is the real `transformers` module, made tensor-parallel as the runtime does it, over a process group that
-has ranks but no processes. Nothing is computed and no memory is used, so any model can be traced on a laptop.
+The layer is the real `transformers` module, made tensor-parallel as in the runtime, over a process group with ranks but
+without processes. Nothing is computed and no memory is used, so any model can be traced on a laptop.
 
-Quantities that grow with the samples are traced at two sizes and kept as a line through them. Peaks are convex in the
-samples (a maximum of lines), so the line is an upper bound between the two sizes and close beyond the larger. Shapes of
-kernels that are seen at both sizes become those of one sample, equal ones folded into one with a count.
+Quantities that grow with the samples are traced at two sizes and stored as a line through them. Peaks are convex in the
+samples (a maximum of lines), so the line is an upper bound between the two sizes and close beyond the larger. Kernel
+shapes seen at both sizes are converted to those of one sample; equal ones are folded into one with a count.
 """
 
 import datetime
@@ -43,10 +43,10 @@ from steelyard.tracer.packaged import legal_shapes
 def folded_products(
     few: Sequence[SeenProduct], many: Sequence[SeenProduct], *, samples: tuple[int, int]
 ) -> tuple[Product, ...]:
-    """Products of one sample from those seen, in one order, at two numbers of ``samples``.
+    """Return the products of one sample from those seen, in one order, at two numbers of ``samples``.
 
-    Of products that a loop over samples makes there are more for more samples, as many times as there are samples.
-    Raises `InvalidModelError` where a layer multiplies other matrices for more samples.
+    A loop over samples makes proportionally more products for more samples. Raises `InvalidModelError` if a layer
+    multiplies different matrices for more samples.
     """
     looped = _looped(few, many, samples) if len(few) != len(many) else {}
     few, many = ([each for each in seen if each not in looped] for seen in (few, many))
@@ -70,20 +70,20 @@ def folded_products(
 def _looped(
     few: Sequence[SeenProduct], many: Sequence[SeenProduct], samples: tuple[int, int]
 ) -> dict[SeenProduct, int]:
-    """The products of which there are as many for each sample, with that number."""
+    """Return the products whose number is proportional to the samples, with their number per sample."""
     more = Counter(many)
     each_times = {seen: divmod(count, samples[0]) for seen, count in Counter(few).items()}
     return {seen: times for seen, (times, rest) in each_times.items() if not rest and more[seen] == times * samples[1]}
 
 
 def _growing(few: SeenProduct, many: SeenProduct) -> Dim | None:
-    """The dim of which more samples have most more, or None."""
+    """Return the dim that grows most with the samples, or None."""
     most = max(DIMS, key=lambda dim: getattr(many, dim) / getattr(few, dim))
     return most if getattr(many, most) > getattr(few, most) else None
 
 
 SIZES = (2, 8)
-"""Samples per rank at which a layer is traced. Sequence parallelism scatters a single sample without a copy."""
+"""Samples per rank at which a layer is traced; not 1, because sequence parallelism scatters one without a copy."""
 
 
 def trace(
@@ -95,10 +95,10 @@ def trace(
     own: OwnModel | None = None,
     fp32_adapters: bool = False,
 ) -> Profile:
-    """The traced profile of a model in every shape that parallelism dimensions give its layers at these degrees.
+    """Return the traced profile of a model in every shape that parallelism dimensions give its layers at these degrees.
 
-    ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` is as `TracedLayer` has it.
-    A degree that does not divide a layer type's sizes is left out for that layer type.
+    ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` is as in `TracedLayer`. A
+    degree that does not divide a layer type's sizes is left out for that layer type.
     """
     model = build_meta_model(chain) if own is None else own.without_values()
     prepare_model(model, chain)
@@ -146,7 +146,7 @@ def trace(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """No search for garbage cycles meanwhile: it would go through all modules of torch again and again."""
+    """Pause garbage collection within this context, because it would traverse all modules of torch again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -157,7 +157,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
-    """What is seen of a layer; of one with experts also where ranks divide them."""
+    """Return the profile of a layer; of one with experts also with these divided over ranks."""
     layer = _layer_profile(traced, layer_type)
     if not layer_type.num_experts:
         return layer
@@ -166,7 +166,7 @@ def _profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
 
 
 def _layer_profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
-    """The profile of a layer from one observation at each of `SIZES` samples."""
+    """Return the profile of a layer from one observation at each of `SIZES` samples."""
     few, many = observe(traced, SIZES)
     heads = dict(layer_type.tp_divides)
     queries = heads.get(QUERY_HEADS, 1)
@@ -177,7 +177,7 @@ def _layer_profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
         return _line(value(few.plain), value(many.plain))
 
     def repeated_bytes(counts: OpCounts) -> float:
-        """What a kernel with a mask reads of keys and values beyond what the layer makes: once for every query head."""
+        """Bytes of keys and values that a masked kernel reads beyond those made: one copy for every query head."""
         query_bytes = (counts.attention_bytes - counts.key_value_bytes) / 2
         return 0.0 if counts.key_value_bytes < 2 * query_bytes else counts.key_value_bytes * (1 - 1 / served)
 
