@@ -168,7 +168,7 @@ def decoder_layer(
         return local.head()
     if not layer_type.num_experts or shape.experts is None:
         return local.block()
-    if isinstance(kernels.selective, tuple):  # the feed-forward part here is the shared expert, which mlp is not
+    if isinstance(kernels.selective, tuple):  # "mlp" does not include the shared expert
         modules = tuple(each for each in kernels.selective if each != "mlp")
         local = replace(local, kernels=replace(kernels, selective=modules))
     return with_experts(

@@ -14,7 +14,7 @@ sharded $f$ ways, and $q$ bytes per parameter in compute:
 | fetched      | 4 N / f      | with `Effects.parameters_on_host`, on a GPU: a shard that arrives           |
 | step         | `MatrixUpdate.buffer_bytes` | for the model's largest hidden matrix, on any of its layers           |
 | gathered     | q N          | f = 1 and q < 4, ZeRO-2: the compute-dtype copy, from forward to the last backward |
-| activations  | traced, and `Dimension.working` | per microbatch in flight; what the remat choice keeps of them |
+| activations  | traced, and `Dimension.working` | per microbatch in flight; the part that the remat choice saves |
 | working set  | traced, with the parameters and new gradients of the layer | while the layer runs |
 
 Source: Rajbhandari et al. 2020 (ZeRO). Not modelled: the two temporaries of an AdamW step, which are smaller than any
@@ -358,7 +358,7 @@ def _cell(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> _Cell
     layer, remat = layer_profile(layer_type, strategy, config), strategy.remat
     held = layer if remat is Remat.NONE else layer.recomputation(remat)
     lines = [held.saved_bytes, layer.input_bytes, held.forward_transient_bytes, held.backward_transient_bytes]
-    kept = 3 if remat is Remat.FULL else 0  # recomputed tensors are there during the backward pass
+    kept = 3 if remat is Remat.FULL else 0  # under full remat they exist only in the backward pass
     lines[kept] = lines[kept] + _adapter_copies(layer, strategy, config.job)
     inputs = _RECOMPUTED_INPUTS if remat is Remat.FULL else 0
     is_needy = any(dimension.working is not needs_nothing for dimension in strategy.dimensions)

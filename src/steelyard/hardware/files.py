@@ -259,9 +259,9 @@ class ClusterFile(PoolSpec, Versioned):
         devices_per_node: 8
         device: a100-80gb               # or name, kind (gpu, cpu), memory_GiB, peak_TFLOPs, memory_bandwidth_GBps
         intra_link: nvlink-3            # or name, bandwidth_GBps, latency_us
-        inter_link: 4xethernet-100      # ports of a node, one without a number; or name, bandwidth_GBps, latency_us,
+        inter_link: 4xethernet-100      # ports per node, default 1; or name, bandwidth_GBps, latency_us,
                                         # ports_per_node
-        host_memory_GiB: 1024           # what a node's processes may take of its host's memory; not checked without it
+        host_memory_GiB: 1024           # host memory for the processes of a node; not checked without it
     """
 
 
@@ -276,7 +276,7 @@ class PoolsFile(Versioned):
     .. code-block:: yaml
 
         version: 1
-        link: 4xethernet-100            # between pools, as inter_link between nodes
+        link: 4xethernet-100            # between device groups, written as inter_link
         pools:
           - {num_nodes: 2, devices_per_node: 8, device: h100-80gb}
           - {num_nodes: 4, devices_per_node: 8, device: a100-40gb, inter_link: 4xethernet-100}

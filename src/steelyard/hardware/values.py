@@ -318,7 +318,7 @@ class Cluster:
 
     @property
     def pools(self) -> "tuple[Cluster, ...]":
-        """Each group as a cluster."""
+        """Clusters of one group each."""
         return tuple(Cluster(groups=(each,)) for each in self.groups)
 
     @property

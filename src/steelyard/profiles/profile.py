@@ -223,7 +223,7 @@ class LayerProfile(ProfilePart):
         def work(one: Work, two: Work) -> Work:
             names = ("matmul_flop", "low_precision_flop", "attention_flop", "matmul_bytes", "memory_bytes")
             lines = {name: _between(getattr(one, name), getattr(two, name), imbalance) for name in names}
-            is_alike = len(one.products) == len(two.products)  # not where equal products of one are unlike in the other
+            is_alike = len(one.products) == len(two.products)  # not if products merged in one differ in the other
             pairs = zip(one.products, two.products, strict=True) if is_alike else ()
             products = tuple(each.between(other, imbalance) for each, other in pairs)
             return one.model_copy(update={**lines, "products": products}).with_experts_over(degree)

@@ -30,7 +30,7 @@ class GPipe(Schedule):
         return pipeline.num_microbatches < pipeline.num_stages
 
     def in_flight(self, pipeline: PipelineConfig, stage: int) -> int:
-        """All microbatches."""
+        """Return the number of microbatches, which are all in flight at once."""
         return pipeline.num_microbatches
 
 
