@@ -70,10 +70,10 @@ class Interleaved1F1B(Schedule):
         return min(pipeline.num_passes, self.warm_up(pipeline, stage) + 1)
 
     def received_ahead(self, pipeline: PipelineConfig, stage: int) -> tuple[int, int]:
-        """Return a round's worth between the first and the last stage, and 1 or 2 between other stages.
+        """Return a round less one for activations of the first stage and gradients of the last; else 1 and 2.
 
-        A stage is ready to receive as soon as the other sends. The bound is tight for torch's pass orders of up to 12
-        stages and 8 chunks, from which it was taken.
+        The first and the last stage receive these from each other. A stage is ready to receive as soon as the other
+        sends. The bound is tight for torch's pass orders of up to 12 stages and 8 chunks, from which it was taken.
         """
         waiting = microbatches_per_round(pipeline) - 1
         return waiting if stage == 0 else 1, waiting if stage == pipeline.num_stages - 1 else 2
