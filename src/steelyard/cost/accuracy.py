@@ -1,12 +1,11 @@
-"""How far measured step times lie from predicted ones, from the errors of runs that are like the one predicted.
+"""Prediction intervals of step times, from the errors of runs in the same class as the predicted one.
 
-What runs are like it is a matter of where its costs come from and of what is trained how. ``low`` and ``high`` are
-measured over predicted time: nine in ten runs of a source of which nothing was known lie between them. ``typical`` is
-the median of |predicted / measured − 1|. All are found by ``benchmarks/intervals.py``, which writes the table below;
-its sources, command, date and what part of the runs of each source that was left out lay inside stand in
-``benchmarks/intervals.md``.
+The class follows from the source of the costs, the model and the strategies. ``low`` and ``high`` are ratios of
+measured to predicted time: nine in ten runs of a held-out source lie between them. ``typical`` is the median of
+|predicted / measured − 1|. ``benchmarks/intervals.py`` computes them and writes the table below; sources, command, date
+and the coverage of each held-out source are in ``benchmarks/intervals.md``.
 
-| like                      | runs                                                                                  |
+| class                     | runs                                                                                  |
 |---------------------------|---------------------------------------------------------------------------------------|
 | dense 16-bit              | published runs in 16 bits, each source predicted by rates that were fitted without it |
 | 8-bit                     | published runs of dense models whose linear layers multiply in 8 bits or fewer        |
@@ -17,12 +16,12 @@ its sources, command, date and what part of the runs of each source that was lef
 | three measured runs       | the same, scaled by the median of three others                                        |
 | measured profile          | plans of 2 and of 4 CPU processes of one machine                                      |
 
-A run is of the last of the first five that it belongs to. Of an engine that has runs of its own in a class these count
-alone where they tell more: `OF_ENGINES`. A profile of one device whose links are assumed counts as the
-catalogue, whose links they are. Of dense models on devices whose rates are assumed too few runs are known.
+A run belongs to the last matching class of the first five. For an engine with runs in a class, only these count if they
+are more informative: `OF_ENGINES`. A profile of one device with assumed links counts as the catalogue, because the
+links are the catalogue's. There are too few runs of dense models on devices with assumed rates.
 
-Not known: errors of a measured profile on GPUs, of what differs from all these, and of this project's own runtime on
-GPUs: published runs are of other engines.
+Not known: errors of a measured profile on GPUs, of runs outside all classes, and of this project's own runtime on GPUs,
+because published runs use other engines.
 """
 
 from collections.abc import Iterable
@@ -35,10 +34,10 @@ from steelyard.plan.strategy import Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Errors of the runs that are like each other."""
+    """Prediction errors of one class of runs."""
 
     words: str
-    """What such runs are."""
+    """Description of the class."""
     typical: float
     low: float
     high: float
@@ -67,20 +66,20 @@ OF_ENGINES: dict[tuple[str, str], tuple[float, float, float] | None] = {
     ("adapters", "automodel"): None,
     ("adapters", "megatron-bridge"): None,
 }
-"""By class and engine, for those that have runs: ``typical``, ``low`` and ``high`` of these alone where 20 runs or more
-of several sources hold what was left out of them, of all but wider where those hold too few, else None. Runs of NeMo
-count as Megatron-Bridge's, which took its recipes over, those of Megatron-Core and Primus as Megatron-LM's."""
+"""``typical``, ``low`` and ``high`` per class and engine with runs: of these runs alone if there are 20 or more from
+several sources and their interval covers held-out runs, of all runs but wider if it covers too few, else None. Runs of
+NeMo count as Megatron-Bridge's, which adopted its recipes; those of Megatron-Core and Primus as Megatron-LM's."""
 
 AS_GOOD = 0.06
-"""Two plans of one job err alike. One that is predicted slower than another by no more than this fraction is as good:
-of those predicted further apart nine in ten are measured in that order, in sources that were left out."""
+"""Fraction of the step time within which two plans are ties, because two plans of one job have similar errors. Of plans
+predicted further apart, nine in ten are measured in the predicted order, in held-out sources."""
 
 SEVERAL = 3
-"""Measured runs from which on their median is known to be better than one of them."""
+"""Number of measured runs from which their median is known to be better than a single run."""
 
 
 def spread_of(job: Job, strategies: Iterable[Strategy]) -> Spread | None:
-    """The errors of runs like a plan of these strategies, by any engine; None where none are known."""
+    """Return the errors of the class of a plan with these strategies, over all engines; None if none are known."""
     source = job.cost_source()
     if source.is_measured and not source.links_assumed:
         return MEASURED
@@ -100,7 +99,7 @@ def spread_of(job: Job, strategies: Iterable[Strategy]) -> Spread | None:
 
 
 def of_engine(spread: Spread, engine: str) -> Spread:
-    """The errors of a class as those of an engine: of its own runs, or of all, which are others' where it has none."""
+    """Return the errors of a class for an engine: of its own runs, or of all runs, marked if it has none itself."""
     if spread not in (ADAPTERS, EXPERTS, LONG_CONTEXT, EIGHT_BIT, DENSE):
         return spread
     name = engine.partition("+")[0]
@@ -114,7 +113,7 @@ def of_engine(spread: Spread, engine: str) -> Spread:
 
 
 def interval_of(job: Job, strategies: Iterable[Strategy], step_time_s: float) -> Interval | None:
-    """Where nine in ten runs like this one would lie, in seconds of a step; None where no such runs are known."""
+    """Return the interval that holds nine in ten runs of this class, in seconds per step; None without such runs."""
     spread = spread_of(job, strategies)
     if spread is None:
         return None

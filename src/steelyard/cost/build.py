@@ -1,4 +1,4 @@
-"""Builds the tables that a search works on, from a job, for one pipeline configuration."""
+"""Builder of the cost tables that the search uses, from a job and one pipeline configuration."""
 
 import itertools
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from steelyard.schedules import USUAL
 
 
 class _StageCosts:
-    """Costs of every layer type under every strategy on stages of one size, for several numbers of microbatches [M].
+    """Costs of every layer type under every strategy on stages of one size, for M numbers of microbatches.
 
-    Made when first asked for.
+    Computed on first use.
     """
 
     def __init__(self, config: JobConfig, strategies: tuple[Strategy, ...]) -> None:
@@ -40,7 +40,7 @@ class _StageCosts:
         return Switches(self.strategies, self._config)
 
     def seconds(self, k: int) -> NDArray[np.float64]:
-        """[2, S, M] of a microbatch, and once a step without those of tied matrices."""
+        """Seconds [2, S, M] per microbatch, and once per step without tied matrices."""
         if k in self._seconds:
             return self._seconds[k]
         found = self._seconds[k] = np.zeros((2, *self.legal.shape[1:]))
@@ -56,9 +56,9 @@ class _StageCosts:
 
 
 class LayerCosts:
-    """Costs of every layer type under every strategy, those of a type made when first asked for; as in `CostTables`.
+    """Costs of every layer type under every strategy, as in `CostTables`; those of a type are computed on first use.
 
-    Of a number of stages and microbatches: what no schedule changes of their tables.
+    For one number of stages and microbatches: the part of their tables that does not depend on the schedule.
     """
 
     def __init__(self, config: JobConfig, stage: _StageCosts) -> None:
@@ -77,9 +77,9 @@ class LayerCosts:
         return layer_rows(self._config, self.strategies, self.legal)
 
     def time_s(self, layer_types: Sequence[int], config: JobConfig, *, alike: bool = False) -> NDArray[np.float64]:
-        """[len(layer_types), S] in a configuration: tied matrices alone depend on how far apart its stages are.
+        """Seconds [len(layer_types), S] in a configuration: only tied matrices depend on the distance of its stages.
 
-        ``alike`` leaves out what copies of a tied matrix take more where they are not all divided alike.
+        ``alike`` excludes the extra cost of a tied matrix whose copies are sharded differently.
         """
         tied = np.zeros((len(layer_types), len(self.strategies)))
         if config.job.chain.sums_tied:
@@ -95,9 +95,9 @@ class LayerCosts:
 
 
 class KnownCosts:
-    """Costs of a job's layers that are known, by ranks of a stage, number of microbatches and whether there are stages.
+    """Cache of a job's layer costs by ranks per stage, number of microbatches and whether there are several stages.
 
-    Those of all ``counts``, numbers of microbatches that are asked for some time, are priced together.
+    All ``counts``, the numbers of microbatches that will be needed, are priced together.
     """
 
     def __init__(self, counts: Sequence[int] = ()) -> None:
@@ -106,7 +106,7 @@ class KnownCosts:
         self._layers: dict[tuple[int, bool, int], LayerCosts] = {}
 
     def of(self, config: JobConfig, strategies: tuple[Strategy, ...]) -> LayerCosts:
-        """The costs of layers in a configuration, those that are known or new ones."""
+        """Return the costs of layers in a configuration, cached or new."""
         size, count = (config.devices_per_stage, config.is_piped), config.pipeline.num_microbatches
         stage = self.stages.get(size)
         if stage is None or stage.strategies != strategies or count not in stage.counts:
@@ -121,11 +121,11 @@ class KnownCosts:
 def build_tables(
     config: JobConfig, strategies: tuple[Strategy, ...], known: KnownCosts | None = None, *, pooled: bool = False
 ) -> CostTables:
-    """Costs of every layer type under every strategy; one that a layer type does not allow, or for which measured times
-    do not reach, is marked illegal.
+    """Build the costs of every layer type under every strategy.
 
-    ``known`` saves work between configurations of one job. Tables of chunks, and those that are joined with other
-    pools', have no cross-layer inputs: copies of a tied matrix count there as if they were divided in unlike ways.
+    A strategy is marked illegal if the layer type does not allow it or measured times do not cover it. ``known`` is a
+    cache for several configurations of one job. Tables with chunks, and tables of several device groups, have no
+    cross-layer inputs: copies of a tied matrix are assumed to be sharded differently.
     """
     job, pipeline = config.job, config.pipeline
     costs = (known or KnownCosts()).of(config, strategies)
@@ -156,10 +156,10 @@ def build_tables(
 
 
 def _fill(tables: CostTables, config: JobConfig) -> float:
-    """The part of a block's pass that fills and drains a pipeline, at least, under any strategy (`CostTables.fill`).
+    """Minimum fraction of a block's pass that fills and drains the pipeline, over all strategies (`CostTables.fill`).
 
-    Weight passes of the last stages are done while the first ones end, and wait for nothing: of a pass that takes t
-    with a weight pass of w, t - 2 w are left.
+    Weight passes of the last stages run without waiting while the first stages finish: of a pass of t seconds with a
+    weight pass of w, t - 2 w remain.
     """
     shares = [1.0]
     for row, layer_type in enumerate(config.job.chain.layer_types):
@@ -172,10 +172,10 @@ def _fill(tables: CostTables, config: JobConfig) -> float:
 def _tied_inputs(
     config: JobConfig, strategies: tuple[Strategy, ...], legal: NDArray[np.bool_]
 ) -> tuple[CrossLayerInput, ...]:
-    """What copies of a tied matrix take more where they are not divided alike: each of them gathers its gradient.
+    """Extra cost of a tied matrix whose copies are sharded differently: each copy gathers its gradient.
 
-    What the first copy gathers is shared between the others, so that for three copies of which two are alike this is
-    less than it takes.
+    The gather of the first copy is split between the others, so the cost of three copies of which two are sharded
+    identically is underestimated.
     """
     job, chain = config.job, config.job.chain
     if not chain.sums_tied or job.execution.keeps_own_buffers:
@@ -192,9 +192,9 @@ def _tied_inputs(
 
 
 def least_times_s(strategies: Sequence[Strategy], config: JobConfig) -> list[float]:
-    """[K] seconds of a microbatch in a layer of each type, at least: what computing it alone takes at its fastest.
+    """Lower bounds [K] on the seconds of a microbatch in a layer of each type: its computation alone at its fastest.
 
-    Infinite where no strategy can be.
+    Infinite if no strategy is possible.
     """
     ways: dict[tuple[object, ...], Strategy] = {}
     for strategy in strategies:
@@ -219,9 +219,9 @@ def least_times_s(strategies: Sequence[Strategy], config: JobConfig) -> list[flo
 def transfer_s(config: JobConfig, stages_apart: int = 1) -> float:
     """Seconds to hand a microbatch's activation to another stage and its gradient back, on one rank.
 
-    ``stages_apart`` is 1 for the next stage; interleaved, the last stage hands over to the first.
-    The activation is taken to be divided over all ranks of the stage: under tp without sp the runtime sends a copy from
-    each tensor-parallel rank, tp times as many bytes, which the tables cannot know before the cut is chosen.
+    ``stages_apart`` is 1 for the next stage; in interleaved schedules the last stage also sends to the first.
+    The activation is assumed to be divided over all ranks of the stage. Under tp without sp the runtime sends a copy
+    from each tensor-parallel rank, tp times as many bytes, which is unknown before the stage boundary is chosen.
     """
     if config.pipeline.num_stages == 1:
         return 0.0
@@ -238,9 +238,10 @@ def transfer_s(config: JobConfig, stages_apart: int = 1) -> float:
 
 
 def border_s(before: JobConfig, after: JobConfig) -> float:
-    """The same over the border of two stages of unlike pools or sizes, whose activation goes in even parts.
+    """Seconds as in `transfer_s` between stages of different device groups or sizes, with activations in even parts.
 
-    What was measured inside a pool is of other links than those between pools, and serves only where these are unknown.
+    Measurements inside a device group are of other links than those between groups and are used only if the latter are
+    unknown.
     """
     sides = []
     for each in (before, after):
@@ -254,7 +255,7 @@ def border_s(before: JobConfig, after: JobConfig) -> float:
 
 
 def usable_bytes(job: Job) -> int:
-    """The most bytes of tensors that a budget holds with the allocator's slack; of several groups, the most."""
+    """Maximum bytes of tensors within the budget after the allocator's slack; the largest over several groups."""
     found = []
     for each in job.by_group:
         slack = slack_fraction(each)
@@ -264,7 +265,7 @@ def usable_bytes(job: Job) -> int:
 
 
 def slack_fraction(job: Job) -> float:
-    """Reserved over allocated memory minus one, as measured on a GPU; the CPU's allocator keeps nothing."""
+    """Reserved over allocated memory minus one, measured or assumed; 0 on a CPU, whose allocator reserves nothing."""
     if not job.cluster.device.is_gpu:
         return 0.0
     measured = job.profile.reserved_over_allocated

@@ -1,4 +1,4 @@
-r"""Seconds of collectives, from measurements where the profile has them and from the cluster's links where not.
+r"""Seconds of collectives, from the profile if it has measured them, else from the cluster's links.
 
 With $n$ ranks, tensor bytes $b$ (the whole tensor that is gathered or reduced), $k$ ranks of the group in each node,
 rate $w$ and latency $\ell$ of a link, a ring inside a node takes
@@ -15,8 +15,8 @@ w = \min(w_\text{intra}, k\,w_\text{inter})$$
 An all-reduce across nodes may go along a tree instead, at $r$ of the rate, with
 $L = 2(k-1)\,\ell_\text{intra} + 2 \log_2(N)\,\ell_\text{inter}$ and the same two protocols.
 
-Rates and latencies are those of the cluster times what is reached of them (`LinkEfficiency`); what was measured of a
-link is taken as it is.
+Rates and latencies are those of the cluster times the reached fractions (`LinkEfficiency`); measured values of a link
+are used unchanged.
 
 | symbol | name                 | unit | meaning                                                        |
 |--------|----------------------|------|----------------------------------------------------------------|
@@ -27,12 +27,12 @@ link is taken as it is.
 | $\sigma, \lambda, \tau$ | `MeasuredLink` | s | start, step of a small message, climb                      |
 | $f, p, g, r$ | `MeasuredLink` | –  | few ranks, crowding, gain of an all-reduce, rate of a tree      |
 
-All groups of a stage communicate at once and share what leads out of a node: the ports of a node are divided among its
-devices (`Link.shared`), and a group gets the shares of its $k$ ranks there, no more, whoever else is silent.
+All groups of a stage communicate at once and share the ports of a node, which are divided among its devices
+(`Link.shared`): a group gets the shares of its $k$ ranks there and no more, even if other groups are idle.
 
-A measured collective takes latency + bytes / rate as fitted. An all-to-all moves (n−1)/n of one rank's tensor $b$, and
-no ring helps it: what is for ranks of other nodes leaves each device by its own outward link. Inside a node its latency
-is $\sigma + \log_2(n)\,\lambda$, and across nodes
+A measured collective takes latency + bytes / rate as fitted. An all-to-all moves (n−1)/n of one rank's tensor $b$
+without a ring: each device sends the data for other nodes over its own outward link. Inside a node its latency is
+$\sigma + \log_2(n)\,\lambda$, and across nodes
 
 $$t = (k - 1)\,\ell_\text{intra} + (N-1)\,\ell_\text{inter}
 + \max\Big(\frac{k-1}{n}\,\frac{b}{w_\text{intra}}, \frac{n-k}{n}\,\frac{b}{w_\text{inter}}\Big)$$
@@ -55,7 +55,7 @@ from steelyard.hardware.values import UNMEASURED
 from steelyard.profiles.profile import Collective, Profile
 
 LOW_LATENCY, LOW_RATE = 0.48, 0.765
-"""Of a message in small flagged pieces (LL128) over one in large chunks (Simple)."""
+"""Latency and rate of NCCL's LL128 protocol relative to Simple."""
 _PASSES: dict[Collective, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
@@ -69,23 +69,23 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """The links that a group's ring goes over: rate per rank, latency of the whole round; and of a tree of nodes."""
+    """Links of a group's ring: rate per rank, latency of the whole ring, and latency of a tree of nodes."""
 
     bytes_per_s: float
     latency_s: float
     start_s: float = 0.0
     num_nodes: int = 0
-    """Nodes that it crosses; 0 inside one."""
+    """Number of nodes of the group; 0 inside one node."""
     tree_latency_s: float = 0.0
 
 
 def collective_time(
     collective: Collective, group: Group, cluster: Cluster, profile: Profile, reached: LinkEfficiency = IDEAL_LINKS
 ) -> Callable[[float], float]:
-    """Seconds of one collective over two ranks or more, by the bytes of its tensor.
+    """Return a function from tensor bytes to seconds of one collective over two ranks or more.
 
-    Raises `InvalidProfileError` for a collective that has no cost here (`send_recv_s` prices transfers), and where the
-    cluster's rates are unknown and the profile did not measure this collective.
+    Raises `InvalidProfileError` if the collective has no cost here (`send_recv_s` prices transfers), or if the
+    cluster's rates are unknown and the profile did not measure it.
     """
     if collective not in _PASSES:
         raise InvalidProfileError(
@@ -118,7 +118,7 @@ def collective_time(
 
 
 _Lines = tuple[tuple[float, float], ...]
-"""Seconds of no bytes and of each byte."""
+"""Latency in seconds, and seconds per byte, of each alternative."""
 
 
 def _least_s(tensor_bytes: float, lines: _Lines, climb_s: float) -> float:
@@ -150,7 +150,7 @@ def _exchange_s(tensor_bytes: float, group: Group, cluster: Cluster, reached: Li
 def send_recv_s(
     num_bytes: float, *, distance: int, cluster: Cluster, profile: Profile, reached: LinkEfficiency = IDEAL_LINKS
 ) -> float:
-    """Seconds to hand ``num_bytes`` to the rank ``distance`` further on, the same on every rank at once."""
+    """Seconds to send ``num_bytes`` to the rank at ``distance``, on every rank at the same time."""
     measured = profile.collective("send_recv", 2, strided=distance > 1)
     if measured is not None:
         return measured.time_s(num_bytes)
@@ -165,10 +165,10 @@ def send_recv_s(
 def crossing_s(
     num_bytes: float, sides: Sequence[tuple[int, Link, LinkEfficiency]], profiles: Sequence[Profile]
 ) -> float:
-    """Seconds to hand ``num_bytes`` from one group of ranks to another, each rank an even part, as fast as both can.
+    """Seconds to send ``num_bytes`` from one group of ranks to another in even parts, at the rate of the slower group.
 
-    ``sides`` are of the two groups the ranks, the link of a rank to the other group and what is reached of it. Raises
-    `InvalidProfileError` where rates are unknown and neither profile measured a transfer.
+    ``sides`` has for both groups the number of ranks, the link of a rank to the other group and its efficiency. Raises
+    `InvalidProfileError` if rates are unknown and neither profile measured a transfer.
     """
     ranks = min(size for size, _, _ in sides)
     measured = [found for each in profiles if (found := each.collective("send_recv", 2, strided=True)) is not None]
@@ -182,7 +182,7 @@ def crossing_s(
 
 
 def _check_rate(link: Link, found: str) -> None:
-    """Raise `InvalidProfileError` for a link of unknown rate over which nothing was measured."""
+    """Raise `InvalidProfileError` if the rate of a link without measurements is unknown."""
     if link.needs_profile:
         raise InvalidProfileError(
             field="collectives",
@@ -224,14 +224,14 @@ def _path(group: Group, cluster: Cluster, reached: LinkEfficiency) -> Path:
 
 
 def num_places(group: Group, cluster: Cluster) -> int:
-    """Nodes that such a group spans; of one inside a node its ranks."""
+    """Number of nodes that a group spans, or its number of ranks if it lies inside one node."""
     nodes = -(-group.size // _members_per_node(group, cluster))
     return group.size if nodes == 1 else nodes
 
 
 @lru_cache(maxsize=16384)
 def _members_per_node(group: Group, cluster: Cluster) -> int:
-    """Fewest ranks of any such group that share a node with another one of it (at least 1)."""
+    """Minimum number of ranks per node over all groups of this shape (at least 1)."""
     size = cluster.devices_per_node
     if cluster.num_nodes == 1:
         return group.size

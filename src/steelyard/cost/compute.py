@@ -1,10 +1,10 @@
-r"""Seconds of a layer's computation on one device: measured where the profile has it, a roofline where not.
+r"""Seconds of a layer's computation on one device: measured if the profile has times, else from a roofline.
 
 $$t = \sigma \Big(\frac{F_m}{e_m P} + c\,\frac{b_m}{W} + \frac{F_a}{e_a P} + \frac{b}{e_b W} + n\,\rho\Big),
 \qquad \sigma = 1 + g \log_2(\text{nodes})$$
 
-and the host, which launches kernels and collectives one by one, takes $n\,\ell + n_c\,\ell_c$; the layer takes the
-longer.
+The host, which launches kernels and collectives one by one, takes $n\,\ell + n_c\,\ell_c$. The time of the layer is the
+maximum of both.
 
 | symbol          | name                    | unit  | meaning                                                     |
 |-----------------|-------------------------|-------|-------------------------------------------------------------|
@@ -20,9 +20,9 @@ longer.
 | $n_c, \ell_c$   | collectives, launch     | –, s  | of tensor parallelism                                       |
 | $g$             | `Efficiency.straggling` | –     | the slowest rank sets the pace, and there are more of them  |
 
-A matmul's efficiency so falls with its size by its arithmetic intensity $F_m / b_m$, without a table of shapes: of
-measured kernels that were withheld this form misses by 4 to 8 % in the median, and rounding to whole tiles or waves
-makes it worse (`benchmarks/kernel_rates.py`).
+The efficiency of a matmul therefore depends on its arithmetic intensity $F_m / b_m$, without a table of shapes. The
+median error on held-out kernels is 4 to 8 %, and rounding to whole tiles or waves makes it larger
+(`benchmarks/kernel_rates.py`).
 
 Not modelled: tile and wave quantisation of single shapes; clocks that fall under power limits.
 """
@@ -38,23 +38,23 @@ from steelyard.profiles.profile import CollectiveCount, LayerProfile, Work
 from steelyard.units import Amount, at_each, hashable
 
 UNSCALING_BYTES = 8
-"""What loss scaling moves besides: one kernel reads and writes the fp32 gradients, and finds those that are not finite.
-The ranks agree in an all-reduce of one number, which is not counted."""
+"""Additional bytes per parameter with loss scaling: one kernel reads and writes the fp32 gradients and checks that they
+are finite. The all-reduce of one number by which the ranks agree is not counted."""
 
 HOST_BYTES_PER_S = 100e9
-"""What all CPUs of a node read and write of its memory as they update parameters: 28 bytes for each of 10 billion in
-2.57 s on two Xeon 8168 (DeepSpeed's CPUAdam; Ren et al. 2021, table 4)."""
+"""Memory bandwidth of a node's CPUs during a parameter update: 28 bytes for each of 10 billion parameters in 2.57 s on
+two Xeon 8168 (DeepSpeed's CPUAdam; Ren et al. 2021, table 4)."""
 ADDED_ON_HOST = 12
-"""Bytes of a gradient that is added to another, and as many of one that is read for its norm and clipped."""
+"""Bytes moved to add a gradient entry to another, and also to read it for its norm and clip it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTime:
     """Seconds of one layer on one rank and one microbatch, or microbatches of several sizes.
 
-    ``includes_shape``: the collectives of dimensions that change the layer's shape are in them.
+    ``includes_shape``: whether they include the collectives of dimensions that change the layer's shape.
 
-    ``…_launch_s`` is what the host takes to launch it all.
+    ``…_launch_s``: host time to launch the kernels and collectives.
     """
 
     forward_s: Amount
@@ -65,9 +65,9 @@ class ComputeTime:
 
 
 def compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime:
-    """Seconds to compute the layer forward and backward for ``samples`` samples on a rank; the job remembers them.
+    """Seconds to compute the layer forward and backward for ``samples`` samples on a rank, cached in the job.
 
-    Raises `UserError` where the device's rates are unknown and nothing was measured.
+    Raises `UserError` if the device's rates are unknown and nothing was measured.
     """
     return job.once(("compute", layer, hashable(samples)), lambda: _compute_time(layer, samples, job))
 
@@ -90,10 +90,10 @@ def _compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime
 
 
 def optimizer_s(num_params: float, job: Job, update_bytes: float | None = None) -> float:
-    """Seconds of an optimizer step over ``num_params`` parameters of one rank, unscaling of their gradients included.
+    """Seconds of an optimizer step over ``num_params`` parameters of one rank, including unscaling of their gradients.
 
-    One that was not measured takes as long as AdamW for each byte. ``update_bytes`` of a parameter take the place of
-    those of all.
+    An optimizer without measurements takes as long per byte as AdamW. ``update_bytes``: bytes moved per parameter, if
+    different from the optimizer's.
     """
     profile, measured = job.profile, job.profile.optimizers.get(job.effects.optimizer)
     num_bytes = job.effects.update_bytes if update_bytes is None else update_bytes
@@ -108,10 +108,9 @@ def optimizer_s(num_params: float, job: Job, update_bytes: float | None = None) 
 
 
 def products_s(flop: float, num_bytes: float, layer: LayerProfile, job: Job) -> float:
-    """Seconds of matrix products in bf16 whose operands and results have so many bytes.
+    """Seconds of bf16 matrix products whose operands and results have ``num_bytes`` bytes.
 
-    On a device without a known peak at the rate at which the layer's forward pass was measured, in the precision that
-    computes.
+    On a device without a known peak, the measured FLOP rate of the layer's forward pass is used, in its precision.
     """
     device, rate = job.cluster.device, job.efficiency
     if device.needs_profile and layer.times:
@@ -121,9 +120,9 @@ def products_s(flop: float, num_bytes: float, layer: LayerProfile, job: Job) -> 
 
 
 def host_copies_s(num_bytes: Amount, job: Job) -> Amount:
-    """Seconds that a device copies so many bytes from or to its host, alone.
+    """Seconds to copy ``num_bytes`` between a device and its host, without other work.
 
-    Where the host's memory is the device's own, as bytes that are read and written.
+    If the device has no rate of host copies, the bytes count as read and written in its memory.
     """
     rate = job.cluster.device.host_bytes_per_s
     if rate is not None:
@@ -134,14 +133,14 @@ def host_copies_s(num_bytes: Amount, job: Job) -> Amount:
 
 
 def host_work_s(num_bytes: Amount, job: Job) -> Amount:
-    """Seconds that the CPUs of a host read and write so many bytes for each of its devices, all at once."""
+    """Seconds of the host's CPUs to read and write ``num_bytes`` for each of its devices at the same time."""
     if job.cluster.device.is_gpu:
         return num_bytes * job.cluster.devices_per_node / HOST_BYTES_PER_S
     return host_copies_s(num_bytes / 2, job)
 
 
 def step_overhead_s(job: Job) -> float:
-    """Seconds of a step that no layer accounts for: measured, or what the device's calibration says."""
+    """Per-step overhead in seconds that no layer accounts for: measured, or from the device's calibration."""
     if job.cluster.device.needs_profile or job.profile.identity.is_measured:
         return job.profile.step_overhead_s * job.time_factor
     fixed = job.efficiency.step_s + job.efficiency.step_per_node_s * job.cluster.num_nodes
@@ -149,12 +148,12 @@ def step_overhead_s(job: Job) -> float:
 
 
 def moving_s(num_bytes: Amount, job: Job) -> Amount:
-    """Seconds that a kernel takes which only reads and writes so many bytes of the device's memory."""
+    """Seconds of a memory-bound kernel that reads and writes ``num_bytes`` of device memory."""
     return num_bytes / (job.efficiency.memory * job.cluster.device.known_memory_bytes_per_s())
 
 
 def launch_s(work: Work, collectives: tuple[CollectiveCount, ...], job: Job) -> float:
-    """Seconds that the host takes to launch these kernels and collectives one by one."""
+    """Seconds of the host to launch these kernels and collectives one by one."""
     if not job.execution.eager_launch:
         return 0.0
     rate = job.efficiency
@@ -163,12 +162,12 @@ def launch_s(work: Work, collectives: tuple[CollectiveCount, ...], job: Job) -> 
 
 
 def wait_s(job: Job) -> float:
-    """Seconds that a device stands still where its host reads a result before it launches the next collective."""
+    """Seconds that a device is idle while its host reads a result before it launches the next collective."""
     return job.efficiency.collective_launch_s if job.execution.eager_launch else 0.0
 
 
 def work_s(work: Work, samples: Amount, job: Job) -> Amount:
-    """Seconds of work on the device once it is launched."""
+    """Seconds of work on the device, without launching it."""
     peak, rate = job.peak_flop_per_s, job.efficiency
     memory_bytes_per_s = job.cluster.device.known_memory_bytes_per_s()
     low = work.low_precision_flop.at(samples)

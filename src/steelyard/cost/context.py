@@ -1,21 +1,22 @@
-r"""Memory of a GPU that no allocator of tensors accounts for: the process, and the buffers of its NCCL communicators.
+r"""GPU memory outside the tensor allocator: the CUDA context and the buffers of NCCL communicators.
 
-A rank has a communicator for every group that its layers' collectives go over, and one for the stages of a pipeline:
+A rank has one communicator for every group of its layers' collectives, and one for the stages of a pipeline:
 
 | bytes             | of                                                                                       |
 |-------------------|------------------------------------------------------------------------------------------|
 | `PROCESS_BYTES`   | context and libraries of the process                                                     |
 | `PAIR_BYTES`      | a communicator of two ranks                                                              |
-| `GROUP_BYTES`     | one of more, however many: rings and trees have as many neighbours                       |
-| `PEER_BYTES`      | a stage beside it in the node                                                            |
-| `NETWORK_BYTES`   | those in other nodes together                                                            |
+| `GROUP_BYTES`     | a communicator of more ranks: the number of neighbours in rings and trees is constant    |
+| `PEER_BYTES`      | each neighbouring stage in the same node                                                 |
+| `NETWORK_BYTES`   | all neighbouring stages in other nodes                                                   |
 
 Source: NVIDIA/nccl issues 964 (544 and 688 MiB on 4 A100), 986 (number of ranks), 1685 (448 MiB for each of 7 peers)
 and 2363 (512 MiB for the network); pull request 2366 (484 MiB of a process). Issue 111 of LUMI-AI-Guide has 0.65
-GiB for each communicator of RCCL. Not modelled: what an all-to-all takes for each rank of the node (3 GiB in issue
-1685; strategies that differ by so much are hard to search), groups that engines make for barriers and norms, buffers of
-DeepEP, and that Hopper's links take more channels (verl pull request 6408: 7 GB for tp 2, pp 2, dp 2 of Megatron on 8
-H100). Published runs do not decide: of those whose whole memory is known all else is predicted up to 5 GiB too high.
+GiB for each communicator of RCCL. Not modelled: buffers of an all-to-all for each rank of the node (3 GiB in issue
+1685; strategies that differ by so much are hard to search), groups that engines create for barriers and norms, buffers
+of DeepEP, and the larger number of channels of Hopper's links (verl pull request 6408: 7 GB for tp 2, pp 2, dp 2 of
+Megatron on 8 H100). Published runs are inconclusive: if their total memory is known, the rest of it is predicted up to
+5 GiB too high.
 """
 
 from steelyard.cost.job import JobConfig
@@ -30,11 +31,11 @@ GROUP_BYTES = 688 * MIB
 PEER_BYTES = 448 * MIB
 NETWORK_BYTES = 512 * MIB
 _NEIGHBOURS = 2
-"""Stages before and behind."""
+"""Maximum number of neighbouring stages: the previous and the next one."""
 
 
 def context_bytes(config: JobConfig) -> int:
-    """Bytes of the process and its pipeline's communicator on a GPU; a CPU has none of its own."""
+    """Bytes of the CUDA context and the pipeline's communicator on a GPU; 0 on a CPU."""
     job, stages = config.job, config.pipeline.num_stages
     if not job.cluster.device.is_gpu:
         return 0
@@ -46,7 +47,7 @@ def context_bytes(config: JobConfig) -> int:
 
 
 def communicator_bytes(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> int:
-    """Bytes of the communicators that a layer under a strategy uses inside a stage."""
+    """Bytes of the communicators of a layer under a strategy inside a stage."""
     if not config.job.cluster.device.is_gpu:
         return 0
     load = layer_load(layer_profile(layer_type, strategy, config), strategy, config)

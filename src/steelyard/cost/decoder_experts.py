@@ -1,13 +1,13 @@
-r"""Routed experts: additions to the block of `steelyard.cost.decoder`, whose feed-forward part is the shared expert.
+r"""Routed experts: additions to the block of `steelyard.cost.decoder`, whose feed-forward layer is the shared expert.
 
-Each of a rank's $\tau s$ tokens goes to $t$ experts of width $f$, so that a rank computes $p = \tau s t$ pairs, with
-$\tau = \text{etp}/\text{tp}$ of a sequence: tensor-parallel ranks that do not divide the experts divide the tokens.
-With $g$ matrices of an expert it keeps per pair: the input $2h$, first products $2(g-1)f$, their activation $2f$, and
-`Kernels.expert_copies` of $2h$. A token is sent once to each of its experts; dispatchers that send less are
-`Execution.dispatcher`'s matter.
+Each of a rank's $\tau s$ tokens goes to $t$ experts of width $f$, so a rank computes $p = \tau s t$ token-expert pairs,
+with $\tau = \text{etp}/\text{tp}$ of a sequence: tensor-parallel ranks that do not divide the experts divide the
+tokens. With $g$ matrices per expert it saves per pair: the input $2h$, first products $2(g-1)f$, their activation $2f$,
+and `Kernels.expert_copies` of $2h$. A token is sent once to each of its experts; `Execution.dispatcher` describes
+dispatchers that send less.
 
-All tensor-parallel ranks divide the experts, by whole ones or by their width, and what data ranks divide is left of
-that. Not modelled: the bytes of the router, its losses.
+Tensor-parallel ranks divide the experts, by number or by width; data-parallel ranks divide the remainder. Not modelled:
+bytes of the router, its losses.
 """
 
 from collections.abc import Iterator
@@ -22,25 +22,25 @@ HALF = 2
 _ROUTER_KERNELS = 14
 """Scores, top-k, counts, permutation and its inverse."""
 _GROUPED_KERNELS = 4
-"""Of all experts of a rank together: two products, an activation, a slice."""
+"""Kernels for all experts of a rank together: two products, an activation, a slice."""
 _MOVED, _MOVED_EAGERLY, _MOVED_TO_RANKS = (8, 16), (30, 46), (8, 12)
-"""Bytes that a pair's entry of the hidden state moves outside products, forward and backward: read and written by the
-experts; and in torchtitan's order of operations (models/common/token_dispatcher.py) taken, converted to fp32, weighed,
-converted back and added, each by a kernel of its own, and between ranks put in order by expert and back as well. A
-gradient of rows that were taken is added to zeros, that of the scores is a product in fp32 and its sum."""
+"""Bytes moved outside products per pair and hidden entry, forward and backward. `_MOVED`: read and written by the
+experts. `_MOVED_EAGERLY`: torchtitan's operations (models/common/token_dispatcher.py), which gather, convert to fp32,
+scale, convert back and add in separate kernels. `_MOVED_TO_RANKS`: in addition, sorting by expert and back between
+ranks. The gradient of gathered rows is added to zeros; that of the scores is a product in fp32 and its sum."""
 _EAGER_GRADIENTS = 12
-"""Bytes of an entry while scores are worked on backward: what comes in, what goes out and that product, in fp32."""
+"""Bytes per entry in the backward pass of the scores: its input, its output and the product, in fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The routed experts of a block: how many, how many of them a token takes, and their width."""
+    """Routed experts of a block: their number, the number per token, and their width."""
 
     count: int
     top_k: int
     ffn: int
     etp: int = 1
-    """Tensor-parallel ranks that divide the width of each."""
+    """Tensor-parallel ranks that divide the width of each expert."""
 
 
 def with_experts(
@@ -56,8 +56,10 @@ def with_experts(
     slowdown: float,
     trains: bool,
 ) -> LayerProfile:
-    """The block of a rank that has ``tokens`` tokens of a sample, with its experts, which adapters beside other layers
-    leave as they are; arguments as of `decoder_layer`."""
+    """Add the experts to the block of a rank with ``tokens`` tokens per sample; arguments as of `decoder_layer`.
+
+    Without ``trains`` the experts are frozen because only adapters of other layers are trained.
+    """
     pairs = tokens * experts.top_k * experts.etp / tp
     params = experts.count * (3 if gated else 2) * hidden * experts.ffn // tp
 
@@ -126,7 +128,7 @@ def with_experts(
 
 
 def _over_tensors(num_bytes: float) -> Iterator[CollectiveCount]:
-    """Tokens to the experts of tensor-parallel ranks and back, whether they hold whole experts or parts of them."""
+    """Yield the collectives that send tokens to the experts of tensor-parallel ranks, whole or divided, and back."""
     for collective in ("all_gather", "reduce_scatter"):
         yield CollectiveCount(kind=collective, count=1, tensor_bytes=Affine(per_sample=num_bytes))
 
@@ -142,9 +144,12 @@ def _again(
     repeats: tuple[str, ...],
     activation: tuple[float, float],
 ) -> Recomputation:
-    """A remat choice with the experts, which some choices compute again: full remat exchanges tokens again as well,
-    selective remat keeps what a rank received in an exchange, or all. Of an ``activation`` that it computes again: what
-    is not kept, and what that moves, in bytes."""
+    """Add the experts to a remat choice.
+
+    Full remat recomputes them and repeats the exchange of tokens. Selective remat recomputes them from the received
+    tokens, or saves all. ``activation``: if only the activation function is recomputed, the bytes that are not saved
+    and the bytes that it moves.
+    """
     if each.remat in repeats:
         more: dict[str, object] = {"work": _sum(each.work, forward)}
         if each.remat == "full":

@@ -1,7 +1,7 @@
-"""What fraction of a data sheet's rates a device reaches: a few numbers per device generation, fitted to public runs.
+"""Fractions of data-sheet rates that devices reach: a few numbers per device generation, fitted to published runs.
 
-The numbers stand in ``efficiency.yaml`` beside this file, with what they were fitted on, when and how well;
-`benchmarks/calibrate.py` writes it. A measured profile takes the place of all of them.
+``efficiency.yaml`` in this directory has the numbers, with the data, date and quality of the fit;
+`benchmarks/calibrate.py` writes it. A measured profile replaces all of them.
 """
 
 from dataclasses import dataclass
@@ -18,41 +18,41 @@ from steelyard.units import Amount, is_positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEfficiency:
-    """Fractions of a link's rate that collectives and transfers reach, and multiples of its latency that they take."""
+    """Fractions of a link's rate, and multiples of its latency, of collectives and transfers."""
 
     intra: float
-    """Of the link inside a node."""
+    """Fraction of the rate of the link inside a node."""
     inter: float
-    """Of the link between nodes."""
+    """Fraction of the rate of the link between nodes."""
     intra_latency: float
     inter_latency: float
 
 
 IDEAL_LINKS = LinkEfficiency(intra=1.0, inter=1.0, intra_latency=1.0, inter_latency=1.0)
-"""Links at the rate and the latency that the cluster states."""
+"""Efficiency of links at the stated rate and latency."""
 
 
 class AttentionShape(BaseModel):
-    r"""How the seconds of fused attention depend on its shape, apart from its FLOP $F$ and the rate.
+    r"""Dependence of fused attention's time on its shape, beyond its FLOP $F$ and the rate.
 
-    They are in proportion to $F (1 + d_0/d)(1 + s_0/s)(1 + b_0/b)$ with head dim $d$, $s$ keys and $b$ blocks of
-    `QUERIES_OF_A_BLOCK` queries of a head, and backward `backward` times that.
+    The time is proportional to $F (1 + d_0/d)(1 + s_0/s)(1 + b_0/b)$ with head dim $d$, $s$ keys and $b$ blocks of
+    `QUERIES_OF_A_BLOCK` queries of a head, and `backward` times that in the backward pass.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     head_dim: float = Field(ge=0)
-    """The softmax of a score costs what so many products of it do."""
+    """Cost of the softmax of a score, in head dims ($d_0$)."""
     keys: float = Field(ge=0)
-    """A block of queries starts and ends in the time of so many keys."""
+    """Time to start and end a block of queries, in keys ($s_0$)."""
     blocks: float = Field(ge=0)
-    """So many blocks more would fill what the last ones leave idle."""
+    """Idle time at the end of the kernel, in blocks ($b_0$)."""
     backward: float = Field(ge=1)
 
     def flop(self, work: Work, samples: Amount) -> Amount:
-        """The FLOP of attention that take as long at `REFERENCE_HEAD_DIM`, `REFERENCE_KEYS` and any number of blocks.
+        """Attention FLOP that take as long at `REFERENCE_HEAD_DIM`, `REFERENCE_KEYS` and many blocks.
 
-        What was counted without its shapes is taken as it is.
+        FLOP that were counted without shapes are returned unchanged.
         """
         counted = sum(call.flop(samples) for call in work.attention)
         if not is_positive(counted):
@@ -67,7 +67,7 @@ class AttentionShape(BaseModel):
 
 
 SAME_FOR_EVERY_SHAPE = AttentionShape(head_dim=0, keys=0, blocks=0, backward=1)
-"""Of generations of which no kernels were measured."""
+"""Shape dependence of generations without measured kernels: none."""
 QUERIES_OF_A_BLOCK = 128
 REFERENCE_HEAD_DIM = 128
 REFERENCE_KEYS = 4096
@@ -75,38 +75,38 @@ REFERENCE_KEYS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """How near a device comes to its data sheet, and what it spends on what no data sheet states."""
+    """Fractions of data-sheet rates that a device reaches, and overheads that data sheets do not state."""
 
     matmul: float
-    """Of the dense peak, on matmuls so large that their operands do not count."""
+    """Fraction of the dense peak in matmuls so large that operand traffic is negligible."""
     operands: float
-    """Part of the operands' traffic that the matrix units wait for."""
+    """Fraction of operand traffic that the matrix units wait for."""
     attention: float
-    """Of the dense peak, in fused (flash) attention of head dim 128 over 4,096 keys, forward."""
+    """Fraction of the dense peak in fused (flash) attention of head dim 128 over 4,096 keys, forward."""
     attention_shape: AttentionShape
     memory: float
-    """Of the memory's rate, in kernels that only move bytes."""
+    """Fraction of the memory bandwidth in kernels that only move bytes."""
     ramp_s: float
-    """From the end of one kernel to the full rate of the next."""
+    """Seconds from the end of one kernel to the full rate of the next."""
     launch_s: float
-    """Of the host, per kernel of a decoder's closed form (`steelyard.cost.decoder`) launched one by one."""
+    """Host seconds to launch a kernel of a decoder's closed form (`steelyard.cost.decoder`)."""
     traced_launch_s: float
-    """Per kernel of a trace, which finds more of them in the same layer."""
+    """Host seconds to launch a kernel of a trace, which has more kernels for the same layer."""
     collective_launch_s: float
-    """Of the host, per collective."""
+    """Host seconds to launch a collective."""
     links: LinkEfficiency
     jitter_s: float
-    """Of a tensor-parallel collective, for each step of its ring and each rank that may be late for it."""
+    """Delay of a tensor-parallel collective, per step of its ring and per rank that may be late."""
     straggling: float
-    """Part that compute takes longer for each doubling of the number of nodes: the slowest rank sets the pace."""
+    """Fractional slowdown of compute per doubling of the number of nodes, because the slowest rank sets the pace."""
     step_s: float
-    """Once a step, whatever its size: loop, data, loss and gradient norm."""
+    """Fixed seconds per step: loop, data, loss and gradient norm."""
     step_per_node_s: float
-    """Once a step for each node: what all ranks do together, one after another."""
+    """Seconds per step and node: operations that all ranks do together, one after another."""
 
 
 STAND_IN = "other"
-"""The generation whose rates are assumed for devices that no other generation names, and the network likewise."""
+"""Generation whose rates are assumed for devices of no other generation; also the name of the default network."""
 
 
 class _Part(BaseModel):
@@ -115,16 +115,16 @@ class _Part(BaseModel):
 
 class _Row(_Part):
     devices: tuple[str, ...]
-    """Names of the catalogue's devices, or what stands before a hyphen in them."""
+    """Device names of the catalogue, or their prefixes before a hyphen."""
     matmul: float = Field(gt=0, le=1)
     attention: float = Field(gt=0, le=1)
     assumed: bool = False
-    """Whether no run of such a device was among those that were fitted."""
+    """Whether the fit has no run on such a device."""
 
 
 class _NetworkRow(_Part):
     links: tuple[str, ...]
-    """Words in the names of links between nodes."""
+    """Words that occur in names of links between nodes."""
     rate: float = Field(gt=0, le=1)
 
 
@@ -151,10 +151,9 @@ class _EfficiencyFile(_Part):
 
 @cache
 def efficiency_of(device_name: str, network: str) -> Efficiency:
-    """The efficiency of a device and of the link between nodes, by their names.
+    """Return the efficiency of a device's generation and of the network between nodes, by name.
 
-    That of its generation or network. For a device of no known generation the rates of `STAND_IN` are assumed, which
-    `catalogue_rates` says.
+    For a device of no known generation the rates of `STAND_IN` are assumed; `catalogue_rates` reports this.
     """
     file = _file()
     reached = next(
@@ -187,13 +186,13 @@ def efficiency_of(device_name: str, network: str) -> Efficiency:
 
 
 def catalogue_rates(device_name: str) -> CatalogueRates:
-    """Which generation's rates `efficiency_of` takes for a device, and whether they are fitted or assumed."""
+    """Return the generation whose rates `efficiency_of` uses for a device, and whether they are fitted or assumed."""
     name = _generation(device_name)
     return CatalogueRates(generation=name, is_assumed=_file().generations[name].assumed, is_stand_in=name == STAND_IN)
 
 
 def _generation(device_name: str) -> str:
-    """The name of the generation of a device, or `STAND_IN` where none names it."""
+    """Return the generation of a device, or `STAND_IN` if it is in none."""
     name = device_name.lower()
     found = (
         generation

@@ -1,25 +1,27 @@
-r"""Folds the tables of a pipeline configuration with chunks: all those of a stage are cut and trained alike.
+r"""Virtual stages: fold the cost tables of a pipeline configuration whose chunks are all cut and trained identically.
 
 A model of a first layer, $B$ blocks and a last layer becomes a chain of $B/v$ blocks between the same two ends. Block
-$j$ stands for the $v$ blocks $j, j + B/v, \ldots$, one in each chunk, all under one strategy. Cut into $P$ stages, it
-says what every chunk of every stage holds; `unfold_layers` and `unfold_parts` turn the answer back.
+$j$ represents the $v$ blocks $j, j + B/v, \ldots$, one in each chunk, all under one strategy. Dividing the chain into
+$P$ stages determines the layers of every chunk of every stage; `unfold_layers` and `unfold_parts` convert back.
 
-A pass is one microbatch through one chunk, $mv$ of them in a step. So one block is a pass's time, $v$ blocks its static
-bytes. The first layer works in every $v$-th pass of the first stage, and the last one of the last: of their times the
-$v$-th part counts, and their saved bytes count as often as there are microbatches in flight in their own chunk.
+A pass is one microbatch through one chunk, and a step has $mv$ passes. The time of a folded block is that of one block,
+and its static bytes are those of $v$ blocks. The first layer runs in every $v$-th pass of the first stage, and the last
+layer in every $v$-th pass of the last stage: $1/v$ of their time counts, and their saved bytes count once per
+microbatch in flight in their own chunk.
 
 $$T = \sum_i t_i + (mv-1)\,\max_i t_i$$
 
-is then the step of `steelyard.cost.simulator` for stages and chunks that are alike, and near it for others. The first
-stage also receives from the last one in all its chunks but the first: that is in the time of the first layer.
+is then the step time of `steelyard.cost.simulator` for identical stages and chunks, and close to it for others. The
+first stage also receives from the last one in all its chunks except the first; this is in the time of the first layer.
 
-Where $v$ does not divide $B$, but $B + 1$ or $B + 2$, the last layer, or both ends, take the place of a block: the last
-chunk has no last block, or the first chunk no first one as well. The block of the chain in that place stands for
-$v - 1$ blocks. Megatron calls this `account_for_loss_in_pipeline_split` and `account_for_embedding_in_pipeline_split`.
+If $v$ divides $B + 1$ or $B + 2$ instead of $B$, the last layer, or both ends, replace a block: the last chunk has one
+block fewer at its end, and in the second case the first chunk has one fewer at its beginning. The folded block at that
+place represents $v - 1$ blocks. Megatron calls this `account_for_loss_in_pipeline_split` and
+`account_for_embedding_in_pipeline_split`.
 
 Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, for the schedule; the folding is ours.
-Not modelled: chunks cut differently; the redistribution between the last stage and the next chunk of the first; that
-passes of a chunk without a block at its end hold less.
+Not modelled: chunks cut differently; the redistribution between the last stage and the next chunk of the first; the
+lower memory of passes through a chunk without a block at its end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,9 +39,9 @@ Entry = TypeVar("Entry")
 def why_not_folded(
     layers: Sequence[int], *, num_stages: int, num_chunks: int, ends_replace_blocks: bool = False
 ) -> str | None:
-    """Why these layers (their types) do not come in chunks that are cut alike; None if they do.
+    """Return the reason why these layers (their types) do not divide into identical chunks; None if they do.
 
-    ``ends_replace_blocks`` allows the last layer, or both ends, to take the place of a block.
+    ``ends_replace_blocks`` allows the last layer, or both ends, to replace a block.
     """
     blocks = layers[1:-1]
     if num_stages < 2 or num_chunks < 2:
@@ -55,15 +57,15 @@ def why_not_folded(
 
 
 def missing_blocks(num_blocks: int, num_chunks: int) -> tuple[int, int]:
-    """Return how many blocks the first chunk has fewer at its beginning, and the last one at its end."""
+    """Return the number of missing blocks at the beginning of the first chunk and at the end of the last one."""
     missing = -num_blocks % num_chunks
     return missing // 2, missing - missing // 2
 
 
 def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float, fill: float = 1.0) -> CostTables:
-    """The tables of the same stages and microbatches, in chunks under another schedule (see `why_not_folded`).
+    """Fold the tables of a configuration without chunks into those with chunks (see `why_not_folded`).
 
-    ``round_trip_s`` is the hand-over from the last stage to the first; ``fill`` as `CostTables.fill`.
+    ``round_trip_s``: seconds to send from the last stage to the first; ``fill`` as `CostTables.fill`.
     """
     num_chunks = pipeline.num_chunks
     first, last = tables.layers[0], tables.layers[-1]
@@ -77,7 +79,7 @@ def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float,
     time_s[first] += round_trip_s * (num_chunks - 1) / num_chunks
     activation_bytes = tables.activation_bytes.copy()
     for layer_type, stage, chunk in ((first, 0, 0), (last, pipeline.num_stages - 1, num_chunks - 1)):
-        if layer_type in alone:  # of all passes in flight as much as microbatches in their own chunk hold
+        if layer_type in alone:  # spread the bytes of microbatches in its own chunk over all passes in flight
             held = pipeline.passes(stage).in_flight(chunk) * tables.activation_bytes[layer_type]
             activation_bytes[layer_type] = -(-held // pipeline.in_flight(stage))
     whole = replace(
@@ -99,7 +101,7 @@ def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float,
 
 
 def _with_missing(tables: CostTables, layer_type: int) -> tuple[CostTables, int]:
-    """The tables with one layer type more, as this one but missing in one of the chunks, and its index."""
+    """Return the tables with an additional layer type, as this one but missing in one chunk, and its index."""
     count, chunks = len(tables.layer_types), tables.pipeline.num_chunks
     own = [layer_type] + ([tables.last_types[layer_type]] if tables.last_types else [])
     found = tables.select([*range(count), *own])
@@ -124,7 +126,7 @@ def unfold_layers(entries: Sequence[Entry], num_chunks: int, num_layers: int) ->
 
 
 def unfold_parts(boundaries: Sequence[int], num_chunks: int, num_layers: int) -> Iterator[tuple[int, int, int]]:
-    """(stage, first layer, end) of every part of the pipeline, in the order of the layers."""
+    """Yield (stage, first layer, end) of every part of the pipeline, in the order of the layers."""
     period, num_stages = boundaries[-1] - 2, len(boundaries) - 1
     before = missing_blocks(num_layers - 2, num_chunks)[0] if num_chunks > 1 else 0
     first = 0

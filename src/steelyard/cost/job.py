@@ -1,11 +1,11 @@
-"""A job: model, profile, cluster and batch, all that a cost depends on beside the layer, its strategy and the pipeline.
+"""Jobs: model, profile, cluster and batch, which costs depend on besides the layer, its strategy and the pipeline.
 
-A `JobConfig` adds one pipeline configuration, or several at once. A rank also reads, beside the hidden state:
+A `JobConfig` adds one pipeline configuration, or several at once. Besides the hidden state, a rank also reads:
 
 | bytes          | of                                                                     | lives                    |
 |----------------|------------------------------------------------------------------------|--------------------------|
 | `sample_bytes` | token ids, images or features on an embedding, labels on the head      | the whole step           |
-| `side_bytes`   | positions, rotary embeddings and masks, which every forward pass makes | per microbatch in flight |
+| `side_bytes`   | positions, rotary embeddings and masks, made by every forward pass     | per microbatch in flight |
 """
 
 import math
@@ -38,28 +38,28 @@ from steelyard.schedules import PipelineConfig
 from steelyard.units import Amount, Whole, at_each, hashable
 
 LINEAR_PEAKS: Mapping[Precision, str] = {"fp8": "fp8", "fp8-block": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
-"""By the precision of linear layers alone, the type whose peak they approach."""
+"""Dtype whose peak linear layers approach, for precisions that only linear layers use."""
 COMPUTE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, **dict.fromkeys(LINEAR_PEAKS, 2)}
-"""Bytes of a parameter while a layer computes, and of an activation between layers."""
+"""Bytes of a parameter during compute, and of an activation entry between layers."""
 Made = TypeVar("Made")
 
 ASSUMED_IMBALANCE = 1.2
-"""Most tokens of a rank over the mean, where routed experts are divided over ranks: assumed, not measured. Training
-measures and reports it."""
+"""Expert load imbalance: load of the busiest expert rank relative to the mean. Assumed; training reports the measured
+value."""
 
 
 def layer_precision(precision: Precision) -> LayerPrecision:
-    """Return the precision that a layer computes in: bf16 where only inputs of linear layers have fewer bits."""
+    """Return the precision that a layer computes in: bf16 if only inputs of linear layers have fewer bits."""
     return "bf16" if precision in LINEAR_PEAKS else cast(LayerPrecision, precision)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceGroup:
-    """Equal devices that stages of a job may lie on, with what its layers cost there.
+    """Identical devices for stages of a job, with the costs of its layers on them.
 
-    ``budget_bytes`` is what one device may hold, and ``margin_bytes`` what is left free beside it. ``rates`` takes the
-    place of the device's calibrated efficiency, and all times are multiplied by ``time_factor``, which
-    ``num_calibrating`` measured runs give. ``profile_file`` is where the profile was read from, if it was.
+    ``budget_bytes`` is the memory that a plan may use per device, ``margin_bytes`` the memory that is kept free.
+    ``rates`` replaces the device's calibrated efficiency. All times are multiplied by ``time_factor``, which comes from
+    ``num_calibrating`` measured runs. ``profile_file`` is the file that the profile was read from, if any.
     """
 
     cluster: Cluster
@@ -71,12 +71,12 @@ class DeviceGroup:
     num_calibrating: int = 0
     profile_file: ProfileFile | None = None
     outer_link: Link | None = None
-    """Link from a device to those of other groups, if there are several."""
+    """Link from a device to those of other groups, if there are any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Known:
-    """Costs that a job remembers."""
+    """Cached costs of a job."""
 
     layers: dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None] = field(default_factory=dict)
     made: dict[Hashable, object] = field(default_factory=dict)
@@ -86,14 +86,13 @@ class _Known:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """Model, batch and devices: everything that is the same for all pipeline configurations.
+    """Model, batch and devices: everything that all pipeline configurations share.
 
-    ``groups`` are the device groups at hand: one where all devices are alike. Costs are those of a stage, which lies in
-    one group, so that they are asked of the job on that group alone (`by_group`).
+    ``groups`` are the available device groups: one if all devices are identical. A stage lies in one group, so its
+    costs come from the job on that group alone (`by_group`).
 
-    ``global_batch`` counts samples of ``seq_len`` tokens. ``engine`` is what runs it, with these
-    ``levers``. ``imbalance`` is how many times the mean number of tokens the rank with the most of them gets, where
-    experts are divided over ranks.
+    ``global_batch`` counts samples of ``seq_len`` tokens. ``engine`` runs the job, with these ``levers``. ``imbalance``
+    is the load of the busiest expert rank relative to the mean under expert parallelism.
     """
 
     chain: ModelChain
@@ -107,12 +106,12 @@ class Job:
 
     @cached_property
     def by_group(self) -> "tuple[Job, ...]":
-        """The job on each of its groups alone."""
+        """Jobs on each of the groups alone."""
         return tuple(replace(self, groups=(each,)) for each in self.groups) if self.is_mixed else (self,)
 
     @classmethod
     def over(cls, jobs: "Sequence[Job]") -> "Job":
-        """One job on the groups of all these, which shares what they know of their costs."""
+        """Return one job on the groups of all these jobs, which shares their cached costs."""
         if len(jobs) == 1:
             return jobs[0]
         found = replace(jobs[0], groups=tuple(each.group for each in jobs))
@@ -120,7 +119,7 @@ class Job:
         return found
 
     def only(self, names: Sequence[str]) -> "Job":
-        """The job on the groups of these names alone, in this order; raises `InvalidPlanError` where there is none."""
+        """Return the job on the groups of these names, in this order. Raises `InvalidPlanError` if one is unknown."""
         known = {each.cluster.name: each for each in self.by_group}
         for name in names:
             if name not in known:
@@ -133,17 +132,17 @@ class Job:
         return Job.over([known[name] for name in names])
 
     def used_by(self, plan: Plan) -> "Job":
-        """The job on the groups that a plan uses, in the order of its ranks; raises as `only`."""
+        """Return the job on the groups that a plan uses, in the order of its ranks. Raises as `only`."""
         return self.only(plan.cluster.split("+")) if self.is_mixed else self
 
     def jobs(self, plan: Plan) -> "tuple[Job, ...]":
-        """The job of each stage of a plan; raises as `only`."""
+        """Return the job of each stage of a plan. Raises as `only`."""
         used = self.used_by(plan).by_group
         borders = [*accumulate(each.cluster.num_devices for each in used)][:-1]
         return tuple(used[bisect_right(borders, stage.ranks[0])] for stage in plan.stages)
 
     def on(self, **changes: Any) -> "Job":
-        """The job with these fields of its one group changed."""
+        """Return the job with these fields of its one group changed."""
         return replace(self, groups=(replace(self.group, **changes),))
 
     @property
@@ -153,17 +152,17 @@ class Job:
 
     @property
     def execution(self) -> Execution:
-        """The way in which the engine runs plans."""
+        """Execution model of the engine."""
         return self.engine.execution
 
     @property
     def effects(self) -> Effects:
-        """Effects of its levers beside the work of layers."""
+        """Effects of the levers other than on the work of layers."""
         return self.levers.effects
 
     @property
     def hardware(self) -> Cluster:
-        """All its devices."""
+        """Cluster of all groups."""
         return joined_pools([each.cluster for each in self.groups], [each.outer_link for each in self.groups])
 
     @cached_property
@@ -173,13 +172,13 @@ class Job:
 
     @cached_property
     def group(self) -> DeviceGroup:
-        """Its group; only where there is one, as all below."""
+        """The device group. This and the properties below require a job on one group."""
         (only,) = self.groups
         return only
 
     @cached_property
     def cluster(self) -> Cluster:
-        """Its devices."""
+        """Cluster of the group."""
         return self.group.cluster
 
     @cached_property
@@ -204,10 +203,10 @@ class Job:
     def layer(
         self, layer_type: str, shape: Shape, *, expert_degree: int = 1, imbalance: float | None = None
     ) -> LayerProfile | None:
-        """The profile of a layer type in a shape, None where there is none.
+        """Return the profile of a layer type in a shape, or None if there is none.
 
-        Where ``expert_degree`` ranks divide its experts, of the one that computes ``imbalance`` times (None: the job's)
-        the pairs of its own tokens.
+        If ``expert_degree`` ranks divide its experts, it is that of a rank with ``imbalance`` times the token-expert
+        pairs of its own tokens (None: the job's imbalance).
         """
         uneven = self.imbalance if imbalance is None else imbalance
         key = layer_type, frozenset(shape.items()), expert_degree, uneven
@@ -220,7 +219,7 @@ class Job:
         return known[key]
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return ``make()``, called once for each ``key``: a value that follows from the chain and the profile."""
+        """Return ``make()``, cached by ``key``: a value that depends only on the key and the job, except its budget."""
         known = self._known.made.get(key)
         if known is None:
             known = self._known.made[key] = make()
@@ -231,7 +230,7 @@ class Job:
     @overload
     def collective_s(self, collective: Collective, tensor_bytes: Amount, group: Group) -> Amount: ...
     def collective_s(self, collective: Collective, tensor_bytes: Amount, group: Group) -> Amount:
-        """Seconds of one collective on the cluster; 0 for a group of one rank. Raises as `collective_time`."""
+        """Seconds of one collective on the cluster; 0 if the group has one rank. Raises as `collective_time`."""
         if group.size == 1:
             return 0.0
         key = collective, hashable(tensor_bytes), group
@@ -248,13 +247,13 @@ class Job:
         return lambda tensor_bytes: known(tensor_bytes) if tensor_bytes else 0.0
 
     def within(self, budget_bytes: int, *, margin_bytes: int = 0) -> "Job":
-        """The same job with another budget, which shares what is known of its costs: none depends on the budget."""
+        """Return the job with another budget, sharing its cached costs because none depends on the budget."""
         found = self.on(budget_bytes=budget_bytes, margin_bytes=margin_bytes)
         found.__dict__["_known"] = self._known
         return found
 
     def cost_source(self) -> CostSource:
-        """Where the costs come from: the profile, the factor, and the catalogue's entry where its rates are used."""
+        """Return the source of the costs: the profile, the factor, and the catalogue's entry if its rates are used."""
         identity = self.profile.identity
         has_rates = not self.cluster.device.needs_profile
         priced_by_catalogue = self.assumes_links or not (identity.is_measured or self.group.rates)
@@ -272,29 +271,29 @@ class Job:
 
     @property
     def assumes_links(self) -> bool:
-        """Whether layers were measured on one device, and what lies between devices is as the cluster says."""
+        """Whether layers were measured on fewer devices, so the links are those that the cluster states."""
         return self.profile.identity.is_measured and self.profile.identity.num_devices < self.cluster.num_devices
 
     @property
     def has_measured_links(self) -> bool:
-        """Whether what lies between devices was measured, on as many as there are."""
+        """Whether the links were measured, on as many devices as the cluster has."""
         return self.profile.identity.is_measured and not self.assumes_links
 
     @cached_property
     def efficiency(self) -> Efficiency:
-        """Fractions of the data sheet's rates that devices and links reach."""
+        """Fractions of data-sheet rates that devices and links reach."""
         network = self.cluster.inter_link
         return self.group.rates or efficiency_of(self.cluster.device.name, network.name if network else "")
 
     @property
     def peak_flop_per_s(self) -> float:
-        """Dense matmul peak of a device in the type that all but the inputs of linear layers in fewer bits is in."""
+        """Dense matmul peak of a device in FLOP/s, in the dtype of everything except low-precision linear inputs."""
         dtype = self.execution.matmul_dtype or layer_precision(self.precision)
         return self.cluster.device.peak(dtype, self.engine.precisions)
 
     @cached_property
     def linear_speedup(self) -> float:
-        """The rate of linear layers over that which is reached of this peak."""
+        """Speed of linear layers relative to the reached fraction of `peak_flop_per_s`."""
         device, found = self.cluster.device, self.execution.linear_speedup
         if "fp8" in device.peak_flop_per_s:
             found *= self.execution.tuned_linear_speedup
@@ -305,13 +304,13 @@ class Job:
 
     @cached_property
     def low_precision_speedup(self) -> float:
-        """The rate of products of 8-bit operands over that of other linear layers."""
+        """Speed of products of 8-bit operands relative to other linear layers."""
         device, low = self.cluster.device, self.effects.low_precision
         return device.peak(low.peak) / device.peak("bf16") if low else 1.0
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes of an entry of gradients as ranks sum them."""
+        """Bytes of a gradient entry while ranks sum gradients."""
         return min(self.execution.reduce_bytes, self.effects.weight_bytes)
 
     @property
@@ -321,27 +320,27 @@ class Job:
 
     @property
     def overlaps(self) -> bool:
-        """Whether sharded-data communication runs beside compute: on GPUs it has streams of its own, on CPUs not."""
+        """Whether sharded-data communication overlaps compute: on GPUs it has its own streams, on CPUs it has none."""
         return self.execution.overlaps_data and self.cluster.device.is_gpu
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JobConfig:
-    """One pipeline configuration of a job, or M that differ in the number of microbatches alone.
+    """A pipeline configuration of a job, or M of them that differ only in the number of microbatches.
 
-    Times of layers are those of all M, an array [M]; anything else is that of ``pipeline``, one of them.
+    Times of layers are arrays [M]; everything else is that of ``pipeline``, one of the M.
     """
 
     job: Job
     pipeline: PipelineConfig
     stage_size: int | None = None
-    """Ranks of the stages that are meant, where not all are alike."""
+    """Ranks per stage, if stages differ."""
     counts: tuple[int, ...] = ()
-    """[M] numbers of microbatches; empty for the pipeline's alone."""
+    """[M] numbers of microbatches; empty for only the pipeline's."""
 
     @cached_property
     def devices_per_stage(self) -> int:
-        """Ranks of each stage."""
+        """Ranks per stage."""
         return self.stage_size or self.job.cluster.num_devices // self.pipeline.num_stages
 
     @property
@@ -361,7 +360,7 @@ class JobConfig:
 
     @cached_property
     def samples(self) -> NDArray[np.float64]:
-        """[M] the same of each of the numbers of microbatches: whole numbers."""
+        """Samples [M] of a microbatch for each number of microbatches: whole numbers."""
         counts = np.array(self.counts or [self.pipeline.num_microbatches])
         return (self.job.global_batch // counts).astype(np.float64)
 
@@ -372,9 +371,9 @@ class JobConfig:
 
     @cached_property
     def activation_bytes(self) -> int:
-        """Bytes of what flows between two layers for one microbatch, over all ranks of a stage: the most of all layers.
+        """Maximum bytes of activations between two layers for one microbatch, over all ranks of a stage.
 
-        Between an encoder's layers it is half of this (one hidden state and not two), in late stages of Swin less.
+        Some layers have fewer: half between an encoder's layers (one hidden state, not two), fewer in late Swin stages.
         """
         job = self.job
         states = job.chain.most_in_states(job.seq_len)
@@ -382,14 +381,14 @@ class JobConfig:
 
 
 def stage_configs(plan: Plan, job: Job) -> tuple[JobConfig, ...]:
-    """The configuration of each stage of a plan; stages that are alike share one."""
+    """Return the configuration of each stage of a plan; identical stages share one."""
     stages = list(zip(job.jobs(plan), plan.stage_sizes, strict=True))
     made = {each: JobConfig(job=each[0], pipeline=plan.pipeline, stage_size=each[1]) for each in stages}
     return tuple(made[each] for each in stages)
 
 
 class Strategies(NamedTuple):
-    """Strategies of a stage: arrays [S] for a `Strategy`'s numbers."""
+    """Degrees of S strategies, as arrays [S] of the `Strategy` attributes of the same name."""
 
     sample_degree: NDArray[np.int64]
     token_degree: NDArray[np.int64]
@@ -404,10 +403,10 @@ _IMAGE_ENTRY_BYTES = 4
 
 
 def sample_bytes(layer_type: LayerType, strategy: AnyStrategy, config: JobConfig) -> Whole:
-    """Return the bytes that a rank reads for a layer of this type in a step: ids, images, labels of all microbatches.
+    """Bytes that a rank reads for a layer of this type in a step: ids, images, labels of all microbatches.
 
-    Token ids come with one more than the sequence has: inputs and labels are the same tensor, one place apart.
-    Frameworks with states of their own: not counted.
+    There is one more token id than the sequence has, because inputs and labels are the same tensor, shifted by one.
+    Not counted for frameworks with their own buffers.
     """
     if layer_type.role is LayerRole.BLOCK or config.job.execution.keeps_own_buffers:
         return 0
@@ -424,10 +423,10 @@ def sample_bytes(layer_type: LayerType, strategy: AnyStrategy, config: JobConfig
 
 
 def side_bytes(layer_types: set[LayerType], config: JobConfig) -> int:
-    """Return the bytes that a forward pass through layers of these types makes for all: positions, rotary, masks.
+    """Bytes of tensors that a forward pass shares between layers of these types: positions, rotary embeddings, masks.
 
-    A fused kernel takes a mask of one byte an entry, and only where a window slides; step by step every layer type of
-    attention takes one that is added to the scores.
+    A fused kernel needs a mask of one byte per entry, and only for a sliding window. Eager attention needs a mask that
+    is added to the scores for each layer type.
     """
     job, chain = config.job, config.job.chain
     if chain.sample_bytes is not None:

@@ -1,6 +1,6 @@
-"""The profile of a job as an engine with modules of its own computes it, in place of what was traced.
+"""Profile of a job for an engine with its own modules, which replaces the traced one.
 
-Parameters stay those that were traced: closed forms leave out biases and the norms of queries and keys.
+Parameter counts stay those of the trace, because closed forms omit biases and the norms of queries and keys.
 """
 
 from dataclasses import replace
@@ -14,14 +14,14 @@ from steelyard.precision import Precision
 from steelyard.profiles.profile import LayerProfile
 
 _SAME_FORM = 0.05
-"""Part by which the parameters of an undivided layer may differ where it is of the closed form: biases, positions."""
+"""Maximum relative difference in parameters between an undivided layer and its closed form: biases, positions."""
 
 
 def job_under(job: Job, engine: Engine) -> Job:
-    """The job as an engine runs it.
+    """Return the job as an engine runs it.
 
-    What was measured, is in fp32, is frozen in parts, but for plain LoRA, or has other layers than the closed forms
-    stays as it was, and the engine is one without kernels of its own.
+    The profile stays unchanged, and the engine is treated as one without its own kernels, if the profile is measured,
+    in fp32 or partly frozen (except plain LoRA), or if its layers do not have the closed form.
     """
     engine, profile = engine.running(job.levers), job.profile
     kernels = kernels_of(engine, job.precision)
@@ -37,7 +37,7 @@ def job_under(job: Job, engine: Engine) -> Job:
 
 
 def _under(kernels: Kernels, job: Job, imbalance: float, slowdown: float) -> tuple[LayerProfile, ...]:
-    """The layers of the job's profile in closed form; empty where one of them is not of that form."""
+    """Return the layers of the job's profile in closed form; empty if a layer does not have that form."""
     layer_types = {layer_type.name: layer_type for layer_type in job.chain.layer_types}
     shape, found, adapters = DecoderShape.of(job.chain, job.seq_len), [], job.effects.adapters
     if shape is None or (adapters and not adapters.targets <= {*linear_names(shape)}):
@@ -63,9 +63,10 @@ def _under(kernels: Kernels, job: Job, imbalance: float, slowdown: float) -> tup
 
 
 def kernels_of(engine: Engine, precision: Precision) -> Kernels | None:
-    """The kernels of an engine that has its own; below 16 bits each expert's input is cast in one more for a product.
+    """Return the kernels of an engine, or None if it has none of its own.
 
-    Source: Transformer Engine, cast.cpp, split_quantize.
+    Below 16 bits each product of an expert has one more kernel, which casts its input. Source: Transformer Engine,
+    cast.cpp, split_quantize.
     """
     kernels = engine.execution.kernels
     if kernels is None or layer_precision(precision) == precision:
@@ -74,7 +75,7 @@ def kernels_of(engine: Engine, precision: Precision) -> Kernels | None:
 
 
 def tuned_over_experts(engine: Engine, device: Device) -> float:
-    """Return how many times as fast as matmuls of experts an engine's other linear layers are."""
+    """Speed of an engine's other linear layers relative to matmuls of experts."""
     return engine.execution.tuned_linear_speedup if "fp8" in device.peak_flop_per_s else 1.0
 
 

@@ -1,18 +1,18 @@
-r"""Time and memory of one layer under one strategy, term by term; everything else in this package adds these up.
+r"""Time of one layer under one strategy, term by term; everything else in this package adds these up.
 
-Time of one microbatch on one rank, with $c$ compute and $d$ communication beside it:
+Time of one microbatch on one rank, with $c$ compute and $d$ communication that overlaps it:
 
 $$t = \sum_\text{forward, backward} \big(c + \text{tp} + \text{exposed}(c, d)\big), \qquad
 \text{exposed}(c, d) = \kappa \min(c, d) + \max(c, d) - \min(c, d) - c$$
 
-and once a step: gradient all-reduce of replicated layers behind one backward pass, and the optimizer. On devices where
-communication has no stream of its own (CPU processes), exposed is $d$. Its bytes are in `steelyard.cost.memory`.
+and once per step: the gradient all-reduce of replicated layers, which overlaps one backward pass, and the optimizer. On
+devices without communication streams (CPU processes), the exposed time is $d$. Bytes are in `steelyard.cost.memory`.
 
-A head tied to the embedding is a layer like any other: the runtime gives it a matrix of its own, and once a step the
-two gradients are added (``tied``).
+A head tied to the embedding is a layer like any other: the runtime gives it its own matrix, and once per step the two
+gradients are added (``tied``).
 
-Not modelled: that a layer's all-gather starts late where the layer before is not told to prefetch it; the scratch of a
-redistribution between two layouts.
+Not modelled: the late all-gather of a layer that the layer before does not prefetch; scratch memory of a redistribution
+between two layouts.
 
 Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slowdown).
 """
@@ -62,22 +62,22 @@ from steelyard.units import Amount, at_each, hashable, is_positive
 
 Seconds = TypeVar("Seconds", bound=Amount)
 Terms = dict[str, Amount]
-"""Seconds by what they are spent on."""
+"""Seconds by term."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost(Generic[Seconds]):
-    """Seconds of one layer on one rank by what they are spent on: numbers, or arrays [M] as in `JobConfig`."""
+    """Seconds of one layer on one rank by term: numbers, or arrays [M] as in `JobConfig`."""
 
     forward_s: dict[str, Seconds]
-    """Of one microbatch, like ``backward_s``."""
+    """Seconds of one microbatch, like ``backward_s``."""
     backward_s: dict[str, Seconds]
     once_s: dict[str, Seconds]
-    """Once a step, whatever the number of microbatches."""
+    """Seconds once per step, independent of the number of microbatches."""
 
     @property
     def microbatch_s(self) -> Seconds:
-        """Forward and backward of one microbatch."""
+        """Seconds of forward and backward pass of one microbatch."""
         forward_s, backward_s = cast(Amount, sum(self.forward_s.values())), cast(Amount, sum(self.backward_s.values()))
         return cast(Seconds, forward_s + backward_s)
 
@@ -85,7 +85,7 @@ class LayerCost(Generic[Seconds]):
 def layer_cost(
     layer_type: LayerType, strategy: Strategy, config: JobConfig, *, alike: bool = False
 ) -> LayerCost[float]:
-    """The cost of a layer under a legal strategy: the one of `layer_costs`, and ``tied``, the seconds of `tied_s`."""
+    """Return the cost of a layer under a legal strategy: that of `layer_costs`, and `tied_s` as term ``tied``."""
     costs = layer_costs(layer_type, strategy, config, {})
     forward, backward, once = (
         {name: float(np.ravel(seconds)[0]) for name, seconds in terms.items()}
@@ -99,10 +99,10 @@ def layer_cost(
 def layer_costs(
     layer_type: LayerType, strategy: Strategy, config: JobConfig, known: "KnownPasses"
 ) -> LayerCost[Amount]:
-    """The costs [M] of a layer of this type under a strategy that is legal in all M, without those of tied matrices.
+    """Return the costs [M] of a layer type under a strategy that is legal in all M, without those of tied matrices.
 
-    ``known`` saves work between strategies of one type and configuration that differ in remat alone. Raises
-    `InvalidProfileError` where the profile lacks the layer at this tensor-parallel degree.
+    ``known`` is a cache for strategies of one type and configuration that differ only in remat. Raises
+    `InvalidProfileError` if the profile lacks the layer at this tensor-parallel degree.
     """
     layer = layer_profile(layer_type, strategy, config, imbalance=1.0)
     busiest = layer_profile(layer_type, strategy, config)
@@ -130,10 +130,10 @@ def layer_costs(
 
 
 def weight_pass_s(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> float:
-    """Seconds of a microbatch's backward pass in a layer that belong to its weight pass, where a schedule has these.
+    """Seconds of a layer's backward pass of one microbatch that move to its weight pass, if the schedule has these.
 
-    Those of the products with gradients of weights of a block, by their FLOP: what a backward pass has more than a
-    forward pass, as far as linear layers have it. Nothing of an embedding and a head, nor of routed experts.
+    These are the products for weight gradients of a block's linear layers, by their FLOP: the difference between
+    backward and forward pass. 0 for embedding and head; routed experts are excluded.
     """
     layer, job = layer_profile(layer_type, strategy, config, imbalance=1.0), config.job
     if layer_type.role is not LayerRole.BLOCK or not layer.has_backward or job.effects.low_precision:
@@ -160,29 +160,29 @@ def weight_pass_s(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
 
 
 def exposed_s(compute_s: Amount, communication_s: Amount, slowdown: float) -> Amount:
-    """Seconds that communication adds to the compute it runs beside, when each slows the other by ``slowdown``."""
+    """Seconds that communication adds to the compute it overlaps, if each slows the other by ``slowdown``."""
     shorter: Amount = np.minimum(compute_s, communication_s)
     longer: Amount = np.maximum(compute_s, communication_s)
     return slowdown * shorter + (longer - shorter) - compute_s
 
 
 class Passes(NamedTuple):
-    """Of a layer under a strategy, the terms of its passes that remat does not change, and all that is sent."""
+    """Terms of a layer's passes under a strategy that are independent of remat, and its collectives."""
 
     forward: Terms
     backward: Terms
-    """Without what runs beside all others."""
+    """Terms without sharded-data communication, which overlaps all others."""
     sent: "_Sent"
 
 
 KnownPasses = dict[tuple[Levels, tuple[tuple[str, object], ...]], Passes]
-"""Of a layer type in a configuration, by levels and modes of strategies without remat."""
+"""Passes of a layer type in a configuration, by levels and modes of strategies without remat."""
 
 
 def _passes(
     layer: LayerProfile, busiest: LayerProfile, strategy: Strategy, config: JobConfig, samples: Amount
 ) -> Passes:
-    """``busiest`` is the layer on the rank that computes most, whom the others await."""
+    """Price both passes; ``busiest`` is the layer on the rank with the most work, which the others wait for."""
     job = config.job
     compute = compute_time(layer, samples, job)
     sent = _Sent(layer, strategy, config)
@@ -191,7 +191,7 @@ def _passes(
     if job.execution.accumulation_bytes and not layer.times:
         added = held_params(layer.trained, strategy)
         backward["compute"] = compute.backward_s + moving_s(added * job.execution.accumulation_bytes, job)
-    lost_s = 0.0  # what the host loses per collective where it also serves a pipeline between nodes
+    lost_s = 0.0  # host overhead per collective if the host also serves a pipeline between nodes
     if config.is_piped and job.cluster.num_nodes > 1:
         lost_s = job.execution.pipelined_collective_s * strategy.tensor_degree
     for dimension in strategy.dimensions:
@@ -207,7 +207,7 @@ def _passes(
 
 
 def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", config: JobConfig) -> None:
-    """Adds what gathering and scattering shards takes that the rest of a pass does not hide."""
+    """Add the exposed seconds of gathering and scattering shards."""
     strategy = sent.strategy
     for level in strategy.levels:
         layer_type = level.dimension
@@ -220,10 +220,10 @@ def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", config: JobConfig) ->
 def _with_host_copies(
     forward: Terms, backward: Terms, layer: LayerProfile, strategy: Strategy, config: JobConfig
 ) -> tuple[Terms, Terms]:
-    """The terms with what copies of parameters and gradients take that nothing hides.
+    """Return the terms with the exposed seconds of copying parameters and gradients from and to the host.
 
-    FSDP copies beside the layer before, and on a single rank in line. From the second microbatch on the host adds
-    gradients, while the device waits.
+    FSDP overlaps the copies with the layer before, except on a single rank. From the second microbatch on the host adds
+    gradients while the device waits.
     """
     job, trained = config.job, mean_shard_params(layer.trained, strategy)
     gradients = job.effects.weight_bytes * trained
@@ -241,9 +241,9 @@ def _with_host_copies(
 def _imbalance_s(
     layer: LayerProfile, busiest: LayerProfile, compute: ComputeTime, samples: Amount, job: Job
 ) -> tuple[Amount, Amount]:
-    """Seconds, forward and backward, that the rank which computes most takes longer than the mean.
+    """Additional seconds, forward and backward, of the busiest rank over the mean.
 
-    Of measured layers, which were not measured so, in proportion to the FLOP.
+    For measured layers, which are measured without imbalance, proportional to the FLOP.
     """
     if layer.times:
         forward, backward = (
@@ -256,33 +256,33 @@ def _imbalance_s(
 
 
 def _more_flop(most: Work, mean: Work, samples: float) -> float:
-    """By what part one rank's FLOP exceed the mean."""
+    """Relative excess of the busiest rank's FLOP over the mean."""
     most_flop, mean_flop = (work.matmul_flop.at(samples) + work.attention_flop.at(samples) for work in (most, mean))
     return most_flop / mean_flop - 1 if mean_flop else 0.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _SentByDimension:
-    """Seconds of the collectives that one dimension asks for in a layer, by phase."""
+    """Seconds of the collectives of one parallelism dimension in a layer, by phase."""
 
     waits: bool
     """Whether the layer waits for any of them."""
     in_line_s: dict[Phase, Amount] = field(default_factory=dict)
     beside_s: dict[Phase, Amount] = field(default_factory=dict)
-    """Of what can run beside compute, by itself."""
+    """Seconds of collectives that can overlap compute, without overlap."""
     num_calls: dict[Phase, int] = field(default_factory=dict)
-    """Of those in line."""
+    """Number of calls in line."""
     last_s: Amount = 0.0
-    """Of what runs beside the last backward pass of a step and no other, by itself."""
+    """Seconds of collectives that overlap only the last backward pass of a step, without overlap."""
     once: list[Traffic] = field(default_factory=list)
-    """What is sent once a step."""
+    """Collectives once per step."""
 
 
 class _Sent:
-    """Seconds of the collectives that the dimensions of a strategy ask for in one layer.
+    """Seconds of the collectives of a strategy's dimensions in one layer.
 
-    ``beyond`` are those of the strategy without remat, which repeats some and changes no other. Dimensions that divide
-    samples send states alone, which neither remat nor the number of samples changes: the job remembers theirs.
+    ``beyond`` are those of the strategy without remat; remat repeats some and changes no others. Dimensions that divide
+    samples send only states, which depend on neither remat nor the number of samples, so the job caches them.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class _Sent:
                 self.by[dimension] = known or config.job.once(key, make)
 
     def in_line_s(self, dimension: Dimension, phase: Phase) -> Amount:
-        """Seconds that a layer waits in a phase."""
+        """Seconds that a layer waits for a dimension in a phase."""
         sent = self.by[dimension]
         seconds = sent.in_line_s.get(phase, 0.0)
         if dimension.divides is Divides.EXPERTS:
@@ -350,7 +350,7 @@ def _sent_by(
 
 
 def _saved_bytes(layer: LayerProfile, strategy: Strategy, config: JobConfig, samples: Amount) -> Amount:
-    """Bytes that a layer saves of a microbatch for its backward pass."""
+    """Bytes that a layer saves per microbatch for its backward pass."""
     held = layer if strategy.remat is Remat.NONE else layer.recomputation(strategy.remat)
     return held.saved_bytes.at(samples) + working_bytes(layer, strategy, config).saved
 
@@ -358,9 +358,9 @@ def _saved_bytes(layer: LayerProfile, strategy: Strategy, config: JobConfig, sam
 def _recomputation_s(
     layer: LayerProfile, busiest: LayerProfile, sent: _Sent, config: JobConfig, samples: Amount
 ) -> Amount:
-    """Seconds that the remat choice adds to a microbatch: measured, or of the work and collectives repeated.
+    """Seconds that remat adds to a microbatch: measured, or of the repeated work and collectives.
 
-    On the rank that computes most, as in `_imbalance_s`.
+    On the busiest rank, as in `_imbalance_s`.
     """
     job, strategy = config.job, sent.strategy
     again = busiest.recomputation(strategy.remat)
@@ -382,7 +382,7 @@ def _recomputation_s(
 
 
 def _add_host(terms: Terms, launch_s: float) -> None:
-    """Adds what the device waits for the host where launching takes longer than what is launched."""
+    """Add the seconds that the device waits for the host if launching takes longer than the launched work."""
     waits_s = launch_s - sum(terms.values())
     if is_positive(waits_s):
         terms["host"] = np.maximum(waits_s, 0.0)
@@ -396,9 +396,9 @@ def _once_time(
     forward: Terms,
     backward: Terms,
 ) -> Terms:
-    """Seconds, once a step, of the optimizer and of reducing the gradients that several ranks make parts of.
+    """Seconds per step of the optimizer, and of reducing gradients over ranks.
 
-    Where a framework shards the optimizer (ZeRO-1) the gradients are scattered and the new parameters gathered.
+    If a framework shards the optimizer (ZeRO-1), gradients are scattered and new parameters gathered.
     """
     job, execution, strategy = config.job, config.job.execution, sent.strategy
     stepped = _stepped(layer.trained, strategy, execution)
@@ -442,9 +442,9 @@ def _once_time(
 def _update_s(
     layer_type: LayerType, layer: LayerProfile, stepped: float, strategy: Strategy, config: JobConfig
 ) -> float:
-    """Seconds to update ``stepped`` parameters of a layer, its hidden matrices as a lever says.
+    """Seconds to update ``stepped`` parameters of a layer, with its hidden matrices updated as a lever defines.
 
-    Of matrices that ranks share each is gathered and updated on one of them, which sends it to the others.
+    Each matrix that is sharded over ranks is gathered and updated on one of them, which sends it to the others.
     """
     job, update = config.job, config.job.effects.matrices
     if update is None:
@@ -461,7 +461,7 @@ def _update_s(
 
 
 def _stepped(layer: LayerProfile, strategy: Strategy, execution: Execution) -> float:
-    """Parameters that the optimizer of a rank steps."""
+    """Number of parameters that the optimizer of a rank updates."""
     if strategy.expert_degree == 1:
         return mean_shard_params(layer, strategy) / execution.optimizer_shards(strategy.replicas)
     experts = layer.expert_params / (strategy.expert_degree * strategy.expert_state_shards)
@@ -471,10 +471,10 @@ def _stepped(layer: LayerProfile, strategy: Strategy, execution: Execution) -> f
 
 
 def tied_s(layer_type: LayerType, strategy: Strategy, config: JobConfig, *, alike: bool = False) -> float:
-    """Seconds, once a step, to gather the gradient of a tied matrix and to exchange it between two stages, in slices.
+    """Seconds per step to gather the gradient of a tied matrix and exchange it between two stages, in slices.
 
-    ``alike`` where all copies are divided alike: then, and in frameworks with buffers of their own, each rank exchanges
-    its part and gathers nothing.
+    ``alike``: all copies are sharded identically. Then, and in frameworks with their own buffers, each rank exchanges
+    its part without a gather.
     """
     job = config.job
     if not job.chain.sums_tied or layer_type.role is LayerRole.BLOCK:

@@ -1,4 +1,4 @@
-"""What a rank computes, holds and exchanges of a layer under a strategy: what its time and its memory are made of."""
+"""Work, parameters and collectives of a layer on a rank under a strategy: the inputs of its time and memory."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -32,13 +32,13 @@ from steelyard.profiles.shapes import Affine
 from steelyard.units import Amount, at_each, hashable
 
 Calls = dict[Phase, tuple[tuple[Collective, int, Amount], ...]]
-"""Collectives of a layer: collective, number of calls, bytes of all of them."""
+"""Collectives of a layer by phase: collective, number of calls, total bytes."""
 
 
 def levels_group(strategy: Strategy, levels: Levels, span: int) -> Group:
-    """The shape of the process groups over neighbouring levels of a strategy, in a stage of ``span`` ranks.
+    """Return the shape of the process groups over neighbouring levels of a strategy, in a stage of ``span`` ranks.
 
-    Of one rank where there are no such levels.
+    The size is 1 if there are no such levels.
     """
     stride = 1
     for level in reversed(strategy.levels):
@@ -49,7 +49,10 @@ def levels_group(strategy: Strategy, levels: Levels, span: int) -> Group:
 
 
 def group_of_experts(over: Over, strategy: Strategy, span: int) -> Group:
-    """The shape of the groups that divide routed experts, the innermost of the data ranks, or share or repeat them."""
+    """Return the shape of the groups that divide, shard or replicate routed experts, inside the data-parallel ranks.
+
+    The ranks that divide experts are the innermost.
+    """
     data = levels_group(strategy, data_levels(strategy.levels), span)
     sizes = (strategy.expert_degree, strategy.expert_state_shards, strategy.expert_replicas)
     place = ("experts", "expert shards", "expert replicas").index(over)
@@ -59,9 +62,9 @@ def group_of_experts(over: Over, strategy: Strategy, span: int) -> Group:
 def layer_profile(
     layer_type: LayerType, strategy: Strategy, config: JobConfig, *, imbalance: float | None = None
 ) -> LayerProfile:
-    """The profile of a layer of this type in the shape that the strategy gives it; `InvalidProfileError` if none.
+    """Return the profile of a layer type in the shape under a strategy. Raises `InvalidProfileError` if there is none.
 
-    Where ranks divide its experts, of the one that most tokens take, ``imbalance`` times the mean (None: the job's).
+    Under expert parallelism it is that of the rank with ``imbalance`` times the mean load (None: the job's imbalance).
     """
     layer = config.job.layer(layer_type.name, strategy.shape, expert_degree=strategy.expert_degree, imbalance=imbalance)
     if layer is None:
@@ -76,8 +79,10 @@ def layer_profile(
 
 
 def refusal(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> str | None:
-    """Why no plan of this configuration may run a layer of this type so: forbidden, beyond what the profile measured,
-    or the same as under another strategy."""
+    """Return the reason why no plan of this configuration may use the strategy for a layer type, or None if one may.
+
+    The strategy is forbidden, outside the measured range of the profile, or equivalent to another one.
+    """
     if strategy.keeps_whole and not config.has_several:
         return "what stays whole from one microbatch to the next is as any other, since there is one"
     refused = config.job.levers.refusal(strategy)
@@ -87,10 +92,10 @@ def refusal(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> str
 
 
 def legal_counts(layer_type: LayerType, strategies: Sequence[Strategy], config: JobConfig) -> NDArray[np.bool_]:
-    """[S, M] in which of the configurations nothing refuses a strategy (`refusal`).
+    """Return whether each strategy is allowed in each configuration [S, M] (`refusal`).
 
-    The samples of a microbatch must divide, and be fewer than all where a strategy is for several microbatches; no
-    other rule asks for them.
+    The samples of a microbatch must be divisible by the strategy's sample degree, and fewer than the global batch if
+    the strategy needs several microbatches. No other rule depends on them.
     """
     degrees = np.array([strategy.sample_degree for strategy in strategies], dtype=np.int64)
     one_alone = np.array([strategy.keeps_whole for strategy in strategies], dtype=np.bool_)[:, None] & (
@@ -109,7 +114,7 @@ def legal_counts(layer_type: LayerType, strategies: Sequence[Strategy], config: 
 
 
 def unmeasured_reason(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> str | None:
-    """Why the measured times of a layer say nothing of it here; None where they do, or where none were measured."""
+    """Return the reason why the measured times of a layer do not apply; None if they do or if none were measured."""
     layer = config.job.layer(layer_type.name, strategy.shape)
     samples = rank_samples(strategy, config.microbatch_samples)
     if layer is None or not layer.times or layer.reaches(samples):
@@ -126,23 +131,23 @@ def rank_samples(strategy: Strategy, microbatch_samples: float) -> float: ...
 @overload
 def rank_samples(strategy: AnyStrategy, microbatch_samples: Amount) -> Amount: ...
 def rank_samples(strategy: AnyStrategy, microbatch_samples: Amount) -> Amount:
-    """Samples of a microbatch on a rank of a stage with so many; of samples whose tokens are divided, the part.
+    """Samples of a microbatch on a rank, as a fraction if tokens are divided.
 
-    A rank with a part of the tokens does that part of a sample's work, of attention too: head-tail order divides it
+    A rank with part of the tokens does that part of a sample's work, including attention, which head-tail order divides
     equally.
     """
     return microbatch_samples // strategy.sample_degree / strategy.token_degree
 
 
 def held_params(layer: LayerProfile, strategy: Strategy) -> int:
-    """Parameters that a rank computes with, once they are gathered."""
+    """Number of parameters that a rank computes with after gathering."""
     return layer.num_params - layer.expert_params + layer.expert_params // strategy.expert_degree
 
 
 def sharded_params(layer: LayerProfile, strategy: Strategy) -> int:
-    """Parameters of a rank's shard: what it trains.
+    """Number of parameters in a rank's shard.
 
-    Experts are sharded over the ranks that are left of a shard group; where their own groups are larger, not at all.
+    Experts are sharded over the remaining ranks of a shard group, or not at all if their own groups are larger.
     """
     dense, experts = layer.num_params - layer.expert_params, layer.expert_params
     shards = strategy.state_shards
@@ -152,7 +157,7 @@ def sharded_params(layer: LayerProfile, strategy: Strategy) -> int:
 
 
 def layer_load(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Load:
-    """What the collectives of a layer carry."""
+    """Return the tensors of a layer's collectives."""
     job, samples = config.job, rank_samples(strategy, config.samples)
     held, experts = _held_apart(layer, strategy)
     trained, trained_experts = _held_apart(layer.trained, strategy) if layer.frozen_params else (held, experts)
@@ -179,9 +184,9 @@ def layer_load(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Lo
 
 
 def _part_sent(strategy: Strategy, config: JobConfig) -> float:
-    """Return the part that is sent of the tokens that are exchanged, one for each expert.
+    """Return the fraction that is sent of the exchanged tokens, which are counted once per expert.
 
-    An all-gather is of all ranks' tokens, each once, however uneven their routing.
+    An all-gather sends all ranks' tokens once each, independent of the imbalance.
     """
     dispatcher = config.job.execution.dispatcher
     if strategy.expert_degree == 1 or dispatcher == "all-to-all":
@@ -194,15 +199,14 @@ def _part_sent(strategy: Strategy, config: JobConfig) -> float:
 
 
 def _held_apart(layer: LayerProfile, strategy: Strategy) -> tuple[int, int]:
-    """Parameters that a rank computes with, and how many of them are of experts that ranks divide."""
+    """Return the number of parameters that a rank computes with, and how many of them are in divided experts."""
     held = held_params(layer, strategy)
     return held, 0 if strategy.expert_degree == 1 else held - (layer.num_params - layer.expert_params)
 
 
 def _carried(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> tuple[Calls, Calls, Amount, Amount]:
-    """The collectives in the trace of a layer by phase, those that exchange tokens of experts apart; bytes of keys and
-    values, and of attention.
-    """
+    """Return the traced collectives of a layer by phase, its exchanges of expert tokens by phase, and the bytes of
+    keys and values and of attention."""
     remat, samples, imbalance = strategy.remat, rank_samples(strategy, config.samples), config.job.imbalance
     collectives: dict[Phase, tuple[CollectiveCount, ...]] = {
         "forward": layer.forward_collectives,
@@ -222,7 +226,7 @@ def _carried(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> tupl
 
 @lru_cache(maxsize=65536)
 def traffic_group(over: Over, dimension: Dimension, strategy: Strategy, span: int) -> Group:
-    """The groups of ranks that collectives of a dimension go over, in a stage of ``span`` ranks."""
+    """Return the process groups of a dimension's collectives in a stage of ``span`` ranks."""
     if "expert" in over:
         return group_of_experts(over, strategy, span)
     levels = strategy.levels
@@ -232,10 +236,10 @@ def traffic_group(over: Over, dimension: Dimension, strategy: Strategy, span: in
 
 
 def hidden_matrices(layer_type: LayerType, layer: LayerProfile) -> tuple[tuple[float, float, int], ...]:
-    """The shorter and the longer side, and the number, of the trained hidden matrices of a layer.
+    """Return the shorter side, the longer side and the number of the trained hidden matrices of a layer.
 
-    By the products of its forward pass that have them as a factor. Routed experts are none. Raises
-    `InvalidProfileError` for a profile without shapes of products.
+    They are found from the products of its forward pass; routed experts are excluded. Raises `InvalidProfileError` if
+    the profile has no shapes of products.
     """
     if layer.trained.num_params == 0 or layer_type.role is not LayerRole.BLOCK:
         return ()
@@ -255,13 +259,14 @@ def hidden_matrices(layer_type: LayerType, layer: LayerProfile) -> tuple[tuple[f
 
 
 def matrix_params(layer_type: LayerType, layer: LayerProfile) -> int:
-    """Trained parameters of a layer in its hidden matrices; experts that run in a loop have products as well."""
+    """Number of trained parameters in a layer's hidden matrices, at most those outside experts, because experts that
+    run in a loop also have products."""
     found = sum(m * n * count for m, n, count in hidden_matrices(layer_type, layer))
     return min(int(found), layer.trained.num_params - layer.trained.expert_params)
 
 
 def mean_shard_params(layer: LayerProfile, strategy: Strategy) -> float:
-    """Parameters of a rank's shard on average."""
+    """Mean number of parameters in a rank's shard."""
     if strategy.expert_degree == 1:
         return layer.num_params / strategy.state_shards
     return sharded_params(layer, strategy)

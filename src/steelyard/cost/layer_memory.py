@@ -1,20 +1,20 @@
-r"""Bytes of one rank for one layer type, under several strategies at once: what `steelyard.cost.memory` adds up.
+r"""Bytes of one rank for one layer type, under several strategies at once; `steelyard.cost.memory` adds them up.
 
-They describe `steelyard.runtime`: FSDP2's `fully_shard` for fsdp, all such layers of a stage sharing one communication
-context, and a `steelyard.modules.replicated` layer where $f = 1$ (dp, tp alone, one device). With $N$ parameters after
-tp, sharded $f$ ways, and $q$ bytes of one in compute:
+They describe `steelyard.runtime`: FSDP2's `fully_shard` for fsdp, with one communication context for all such layers of
+a stage, and a `steelyard.modules.replicated` layer if $f = 1$ (dp, tp alone, one device). With $N$ parameters after tp,
+sharded $f$ ways, and $q$ bytes per parameter in compute:
 
 | term         | bytes        | lives                                                      |
 |--------------|--------------|------------------------------------------------------------|
-| parameters   | 4 N / f      | always (fp32 master); of those that are not trained q N / f |
-| gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward where f = 1 |
-| the same     | 4 N          | ZeRO-1, from the first backward to the last: in the type in which they are reduced |
+| parameters   | 4 N / f      | always (fp32 master); frozen parameters q N / f |
+| gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward if f = 1 |
+| gradients    | 4 N          | ZeRO-1, from the first backward to the last, in the dtype of the reduction |
 | optimizer    | 8 N / f      | always (`Effects.state_bytes`: two AdamW moments), with counts of steps and buffers |
-| step         | `Effects.buffer_bytes` | of what lies in host memory, while the optimizer steps; no activations then |
+| step         | `Effects.buffer_bytes` | states in host memory, during the optimizer step; no activations then |
 | fetched      | 4 N / f      | with `Effects.parameters_on_host`, on a GPU: a shard that arrives           |
-| the same     | `MatrixUpdate.buffer_bytes` | of the model's largest hidden matrix, on any of its layers            |
-| gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to the last backward |
-| activations  | traced, and `Dimension.working` | per microbatch in flight; what the remat choice keeps of them |
+| step         | `MatrixUpdate.buffer_bytes` | for the model's largest hidden matrix, on any of its layers           |
+| gathered     | q N          | f = 1 and q < 4, ZeRO-2: the compute-dtype copy, from forward to the last backward |
+| activations  | traced, and `Dimension.working` | per microbatch in flight; the part that the remat choice saves |
 | working set  | traced, with the parameters and new gradients of the layer | while the layer runs |
 
 Source: Rajbhandari et al. 2020 (ZeRO). Not modelled: the two temporaries of an AdamW step, which are smaller than any
@@ -49,54 +49,54 @@ from steelyard.profiles.profile import LayerProfile
 from steelyard.profiles.shapes import Affine
 
 _RECOMPUTED_INPUTS = 4
-"""What the first norm of a block makes of its input, in inputs: a copy in fp32, which is two of bf16, and two more."""
+"""Tensors that the first norm of a block makes, in multiples of its input: an fp32 copy, twice bf16, and two more."""
 _BEYOND_BYTES = 16 * MOST_BYTES
-"""More than any sum of bytes that could matter, and few enough to add up."""
+"""Larger than any relevant sum of bytes, and small enough to add up without overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStates:
-    """Bytes of one layer on one rank that neither the samples of a microbatch nor remat change."""
+    """Bytes of one layer on one rank that are independent of remat and of the samples of a microbatch."""
 
     params: int
-    """Entries that are trained, of those that a rank computes with once they are gathered."""
+    """Number of trained parameters that a rank computes with after gathering."""
     shards: int
     is_sharded: bool
-    """Whether FSDP gathers it, which it does on a single rank as well where parameters come from the host."""
+    """Whether FSDP gathers it, which also happens on a single rank if parameters come from the host."""
     shard: int
-    """The rank's parameters: those that are trained, others as the layer computes on them."""
+    """Parameters of the rank: trained ones as stored, frozen ones in the compute dtype."""
     trained_shard: int
-    """Those of them that are trained."""
+    """Trained part of ``shard``."""
     copy: int
-    """What of the parameters the layer computes on is a copy of those that are kept, in the type that computes."""
+    """Compute-dtype copy of the parameters; 0 if the layer computes on the kept ones."""
     keeps_copy: bool
     keeps_whole: bool = False
     """Whether the copy and whole gradients stay from the first of several microbatches to the last."""
     kept_gradients: int
-    """What is kept from one microbatch to the next."""
+    """Gradients that are kept from one microbatch to the next."""
     reduced: int
-    """The buffer that gradients are reduced from, and that those of a replicated layer are kept in."""
+    """Buffer that gradients are reduced from; a replicated layer keeps its gradients in it."""
     made_gradients: int
-    """What one backward pass makes beside the gradients that are kept."""
+    """New gradients of one backward pass, in addition to the kept ones."""
     cut_gradients: int = 0
-    """The rank's part of gradients that are made whole, cut out of them."""
+    """The rank's slice of gradients that are computed whole."""
     scratch: int
-    """What a sharded layer's gradients are copied to once more while they are reduced: all by gloo, none by NCCL."""
+    """Second copy of a sharded layer's gradients during their reduction: full with gloo, none with NCCL."""
     holds_new: bool = False
-    """Whether autograd still holds the new gradients as FSDP reduces them: of an embedding and a head."""
+    """Whether autograd still holds the new gradients while FSDP reduces them, as for embedding and head."""
     optimizer: int
-    """What the optimizer keeps, with counts of steps, and tensors that are kept and not trained; of a model with
-    adapters, most of whose such tensors are quantized weights, these are of ``shard``."""
+    """Optimizer states, step counts and buffers that are not trained. In a model with adapters the buffers, mostly
+    quantized weights, are in ``shard`` instead."""
     has_backward: bool = True
     host: int = 0
-    """What lies in the memory of the host."""
+    """Bytes in host memory."""
     buffer: int = 0
-    """What of that, and of an update of matrices, is on the device while the optimizer steps, at most."""
+    """Maximum bytes on the device during the optimizer step: states from host memory, or a matrix update."""
     fetched: int = 0
-    """What is on the device as parameters come from the host, beside what they are gathered to."""
+    """Additional bytes on the device while parameters arrive from the host, without the gathered copy."""
 
     def reduced_states(self, *, is_first: bool) -> int:
-        """Gradients and their buffers as they are reduced, in the first backward pass of a step or later."""
+        """Bytes of gradients and buffers during reduction, in the first backward pass of a step or in a later one."""
         if self.keeps_whole:
             if is_first:
                 return self.made_gradients + self.kept_gradients
@@ -108,10 +108,13 @@ class LayerStates:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The rank's parameters, gradients and optimizer states kept, the copy, whether it stays, and for the whole
-        step, the shards, whether FSDP moves it, what a backward pass makes and reduces, gradients in the first
-        reduction and later ones; whether it trains, frees and works backwards; what the optimizer and what a pass has
-        of the host's."""
+        """Values for a column of `LayerRow.states`.
+
+        In order: kept parameters, gradients and optimizer states, the compute-dtype copy; whether the copy stays,
+        whether it stays for the whole step, shards, whether FSDP gathers it; new gradients, reduction buffer, bytes in
+        the first reduction and in later ones; whether it trains, frees saved tensors before its reduction and has a
+        backward pass; bytes from the host during the optimizer step and during a pass.
+        """
         first, later = (self.reduced_states(is_first=each) for each in (True, False))
         kept = self.shard, self.kept_gradients, self.optimizer, self.copy
         how = self.keeps_copy, self.keeps_whole, self.shards, self.is_sharded
@@ -121,7 +124,7 @@ class LayerStates:
 
 
 def layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
-    """What no number of samples changes of a layer's bytes; one value for all strategies that have the same."""
+    """Return the bytes of a layer that are independent of the samples, cached for strategies with equal states."""
     key = (
         "states of",
         layer_type.name,
@@ -144,7 +147,7 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     trained_shard = weight_bytes * sharded_params(layer.trained, strategy)
     made_whole = (
         strategy.tensor_degree if layer_type.role is LayerRole.EMBEDDING else 1
-    )  # DTensor makes a tp embedding's so
+    )  # DTensor computes the gradient of a tp embedding whole
     keeps_whole = config.has_several and strategy.keeps_whole
     has_adapters = job.chain.has_adapters
     host = math.ceil(job.effects.host_bytes * (trained_shard // weight_bytes))
@@ -189,15 +192,15 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
 
 
 def without_tied(layer: LayerProfile, job: Job, strategy: Strategy) -> LayerProfile:
-    """Return the head without the matrix that the embedding has."""
+    """Return the head without the matrix that it shares with the embedding."""
     shared = min(job.chain.vocab_size * job.chain.hidden_size // strategy.tensor_degree, layer.num_params)
     fewer = {"num_params": layer.num_params - shared, "frozen_params": max(0, layer.frozen_params - shared)}
     return layer.model_copy(update=fewer)
 
 
 def _whole_params(layer_type: LayerType, layer: LayerProfile, strategy: Strategy, config: JobConfig) -> int:
-    """Trained parameters that tensor-parallel ranks have whole, and sum the gradients of at the end of a step: of
-    adapters many are, of layers without any so few that they are not counted."""
+    """Number of trained parameters that tensor-parallel ranks replicate, whose gradients are summed at the end of a
+    step. Many adapter parameters are replicated; in layers without adapters they are too few to be counted."""
     undivided, degree = config.job.layer(layer_type.name, {}), strategy.tensor_degree
     if degree == 1 or undivided is None:
         return 0
@@ -205,7 +208,7 @@ def _whole_params(layer_type: LayerType, layer: LayerProfile, strategy: Strategy
 
 
 def _adapter_copies(layer: LayerProfile, strategy: Strategy, job: Job) -> Affine:
-    """Bytes that adapters keep of inputs of their own, beyond those that they would share."""
+    """Bytes of separate input copies that adapters save, beyond those of a shared copy."""
     if (
         job.execution.adapters != "autocast"
         or job.compute_bytes == job.effects.weight_bytes
@@ -216,7 +219,7 @@ def _adapter_copies(layer: LayerProfile, strategy: Strategy, job: Job) -> Affine
 
 
 def _optimizer_bytes(num_params: int, layer_type: LayerType, layer: LayerProfile, job: Job) -> int:
-    """Bytes that the optimizer keeps of so many trained parameters of a layer."""
+    """Bytes of optimizer states of ``num_params`` trained parameters of a layer."""
     effects = job.effects
     kept = math.ceil(effects.state_bytes * num_params) + effects.layer_state_bytes
     kept -= saved_in_matrices(num_params, layer_type, layer, job)
@@ -224,7 +227,7 @@ def _optimizer_bytes(num_params: int, layer_type: LayerType, layer: LayerProfile
 
 
 def saved_in_matrices(num_params: int, layer_type: LayerType, layer: LayerProfile, job: Job) -> int:
-    """Bytes that the optimizer keeps less of these parameters where it keeps less of hidden matrices."""
+    """Bytes of optimizer states saved by smaller states of hidden matrices."""
     update = job.effects.matrices
     if update is None:
         return 0
@@ -233,9 +236,9 @@ def saved_in_matrices(num_params: int, layer_type: LayerType, layer: LayerProfil
 
 
 def _matrix_buffer_bytes(job: Job) -> int:
-    """Bytes that updating a hidden matrix takes beside what is kept, of the largest of the model.
+    """Bytes of temporaries to update the model's largest hidden matrix.
 
-    A stage takes them once all gradients are made, those of its first layer last, which may have no such matrix.
+    A stage needs them after all gradients are made, the last by its first layer, which may have no such matrix.
     """
     update = job.effects.matrices
     if update is None:
@@ -250,7 +253,7 @@ def _matrix_buffer_bytes(job: Job) -> int:
 
 
 def working_bytes(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Working:
-    """What the dimensions of a strategy add to the saved and the short-lived bytes of the traced layer."""
+    """Return the bytes that the dimensions of a strategy add to the traced layer's saved and short-lived bytes."""
     load = layer_load(layer, strategy, config)
     found = [dimension.working(load) for dimension in strategy.dimensions]
     return Working(
@@ -264,40 +267,40 @@ IntTable = NDArray[np.int64]
 
 
 class RowWork(NamedTuple):
-    """[S] what grows with the samples, of one microbatch."""
+    """Bytes [S] of one microbatch that grow with the samples."""
 
     saved: IntTable
     input: IntTable
     reducing: IntTable
-    """What is left of the layer's work when the last of its gradients is made, beside the gradient of its input."""
+    """Working memory that remains when the last gradient of the layer is made, without the gradient of its input."""
     forward: IntTable
     backward: IntTable
     read: IntTable
-    """As `sample_bytes` has it."""
+    """Bytes of `sample_bytes`."""
     on_host: IntTable
-    """What it saves in the memory of the host, and has on the device while it works; ``saved`` is none of it."""
+    """Bytes saved in host memory, and on the device while the layer runs; not part of ``saved``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerRow:
-    """A layer type under S strategies, one or more, which are legal for it; arrays are [S]."""
+    """A layer type under one or more legal strategies; arrays are [S]."""
 
     layer_type: LayerType
     chosen: Sequence[Strategy]
     numbers: Strategies
     states: IntTable
-    """[17, S] as `LayerStates.numbers` has them."""
+    """[17, S] `LayerStates.numbers` of each strategy."""
     lines: NDArray[np.float64]
-    """[2, 4, S] bytes that a layer saves, of its input, and that its forward and backward work take: of no samples, and
-    of each."""
+    """[2, 4, S] constant and per-sample bytes: saved, input, forward and backward working memory."""
     inputs: IntTable
-    """What is left of computing the layer again when its gradients are reduced, in inputs."""
+    """Recomputation buffers still live during gradient reduction, in multiples of the layer's input size."""
     needy: tuple[tuple[Strategy, IntTable], ...]
-    """Those whose dimensions need more than was traced: one of all that need as much, and the places of these."""
+    """Strategies whose dimensions need more than was traced: one per group of equal needs, and the indices of the
+    group."""
 
     @classmethod
     def of(cls, layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> Self:
-        """The same for all configurations of a job that have one microbatch, or all that have several."""
+        """Return the row, shared by all configurations of a job with one microbatch, or with several."""
         key = "row", layer_type.name, config.has_several, tuple(chosen)
         return config.job.once(key, lambda: cls._of(layer_type, chosen, config))
 
@@ -324,7 +327,7 @@ class LayerRow:
         )
 
     def work(self, config: JobConfig) -> RowWork:
-        """In a configuration with as many microbatches, one or several."""
+        """Return the bytes in a configuration, which must have one or several microbatches as the row does."""
         samples = rank_samples(self.numbers, config.microbatch_samples)
         needed = np.zeros((4, len(self.chosen)))
         for strategy, places in self.needy:
@@ -343,19 +346,19 @@ class LayerRow:
 
 
 class _Cell(NamedTuple):
-    """What no number of samples changes of a layer type under a strategy."""
+    """Values of a layer type under a strategy that are independent of the samples."""
 
     states: tuple[int, ...]
     lines: tuple[float, ...]
     numbers: tuple[int, ...]
-    """`LayerRow.inputs`, whether it is needy, and what `Strategies` has."""
+    """`LayerRow.inputs`, whether the strategy is in `LayerRow.needy`, and the fields of `Strategies`."""
 
 
 def _cell(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> _Cell:
     layer, remat = layer_profile(layer_type, strategy, config), strategy.remat
     held = layer if remat is Remat.NONE else layer.recomputation(remat)
     lines = [held.saved_bytes, layer.input_bytes, held.forward_transient_bytes, held.backward_transient_bytes]
-    kept = 3 if remat is Remat.FULL else 0  # recomputed, what is saved is there as the layer works backwards
+    kept = 3 if remat is Remat.FULL else 0  # under full remat they exist only in the backward pass
     lines[kept] = lines[kept] + _adapter_copies(layer, strategy, config.job)
     inputs = _RECOMPUTED_INPUTS if remat is Remat.FULL else 0
     is_needy = any(dimension.working is not needs_nothing for dimension in strategy.dimensions)

@@ -1,46 +1,47 @@
-r"""What a rank of a stage holds at most: the one definition, by which the search chooses and a plan is predicted.
+r"""Peak memory of a rank of a stage: the single definition for the search and for predictions.
 
-A stage is fullest as it begins to work backwards with most microbatches in flight, $n$ with that of the pass. As layer
-$l$ of its layers $1..L$ works, those behind it have freed what they saved and dropped, and left their gradients:
+A stage reaches its peak when it begins a backward pass with the most microbatches in flight, $n$ including that of the
+pass. When layer $l$ of its layers $1..L$ runs, later layers have freed saved and dropped tensors and left gradients:
 
 $$M = o + \sum_{j=1}^L h_j + \max_l \Big(u_l + a_{l-1} + r_{l+1} - \sum_{j>l} f_j\Big), \qquad
 h = p + s + g + c + n b, \quad f = b + c'$$
 
-FSDP gathers the sharded layer that works next, $a$, and holds the buffer of the last reduction until the next one,
-$r$: the last layer, which works first, that of the first layer, which the backward pass before reduced last, or its
-own where no other has one. Where parts are frozen no layer may reduce behind an embedding, and all that it reduced is
-there.
+FSDP gathers the sharded layer that runs next, $a$, and holds the buffer of the last reduction until the next one, $r$.
+The last layer, whose backward pass is first, finds the buffer of the first layer, which the previous backward pass
+reduced last, or its own if no other layer has one. If parts are frozen, it is possible that no layer after an embedding
+reduces; then everything that the embedding reduced stays.
 
-So that layers can be chosen one by one, all count the most of $a_1..a_{L-1}$ and of $r_1..r_L$, the last layer that of
-$r_1..r_{L-1}$ or $r_L$, and none with one microbatch; the copy of an embedding counts for the layer behind it alone.
-Where neighbours are alike, as most are, this is exact, and else from above.
+To make layers independent of each other, every layer counts the maximum of $a_1..a_{L-1}$ and of $r_1..r_L$, the last
+layer that of $r_1..r_{L-1}$ or else $r_L$, and none with one microbatch; the copy of an embedding counts only for the
+layer after it. This is exact for identical neighbours, which most are, and otherwise an upper bound.
 
-| symbol    | bytes of a rank | what                                                                           |
+| symbol    | bytes of a rank | meaning                                                                        |
 |-----------|-----------------|--------------------------------------------------------------------------------|
 | $p, s, g$ | `LayerStates`   | parameters, optimizer states and samples; gradients that are kept, or whole    |
-| $c$       | `LayerStates`   | the copy that computes, of layers that keep one; $c'$ of sharded ones alone    |
+| $c$       | `LayerStates`   | compute-dtype copy of layers that keep one; $c'$ only of sharded ones          |
 | $b$       | traced          | saved by one microbatch                                                        |
-| $u$       | `_rows`         | the most of forward, backward and reduction, with the copy and new gradients   |
-| the same  | `layer_rows`    | and the communicators that it uses: a stage has the most of those of its layers |
-| $a$       | `_rows`         | the copy of a sharded layer that is gathered ahead, none where it keeps one    |
-| $r$       | `_rows`         | the buffer that a sharded layer's gradients are reduced from                   |
-| $o$       | `_overheads`    | the process, shared inputs of microbatches in flight, activations that arrived |
+| $u$       | `_rows`         | maximum of forward, backward and reduction, with the copy and new gradients    |
+| $u$       | `layer_rows`    | plus communicators of the layer: a stage has the maximum over its layers       |
+| $a$       | `_rows`         | copy of a sharded layer that is gathered ahead, none if it keeps one           |
+| $r$       | `_rows`         | buffer that a sharded layer's gradients are reduced from                       |
+| $o$       | `_overheads`    | CUDA context, shared inputs of microbatches in flight, arrived activations     |
 
-Before its first backward pass a stage has no gradients. With one microbatch $h$ has none and $f$ is less by them; a
-stage that holds all microbatches in flight has of a layer either those or what the last one saved, and $f$ is what the
-latter is more. The last layer of a stage has rows of its own with what it sends. A stage of several chunks holds what
-its passes in flight saved, the states of all chunks, and a buffer for each that pauses.
+Before its first backward pass a stage has no gradients. With one microbatch $h$ has none and $f$ is smaller by them. A
+stage that holds all microbatches in flight has either the gradients of a layer or what its last microbatch saved, and
+$f$ is the excess of the latter. The last layer of a stage has its own rows, which include what it sends. A stage with
+several chunks holds what its passes in flight saved, the states of all chunks, and a buffer for each paused chunk.
 
-What a step copies from the host counts as work of a layer of which $f$ is gone, as it is of all others then.
+Copies from the host during the optimizer step count as work of a layer without its $f$, because by then all layers have
+freed theirs.
 
 Under a schedule with weight passes a block holds $w$ from its backward pass to its weight pass: the inputs of its
-linear layers and the gradients of their outputs. On a stage where $i$ of them wait as a backward pass begins, $h$ has
-$i\,w$ besides, and $f$ is $w$ less. $u$ stays: as gradients add up, what they were computed from goes.
+linear layers and the gradients of their outputs. On a stage with $i$ pending weight passes when a backward pass begins,
+$h$ is larger by $i\,w$ and $f$ smaller by $w$. $u$ is unchanged, because inputs are freed as gradients accumulate.
 
-Layers kept whole (ZeRO-1, with several microbatches) free and reduce in the last backward pass alone, with one
-microbatch in flight: $f = b$ and $r = 0$, since what one of them reduces it has freed before, whole gradients and $c$.
+Layers kept whole (ZeRO-1, with several microbatches) free and reduce only in the last backward pass, with one
+microbatch in flight: $f = b$ and $r = 0$, because the whole gradients and $c$ that a layer frees offset its reduction.
 
-A framework with states of its own (`Execution.keeps_own_buffers`) frees nothing earlier and leaves no buffers.
+A framework with its own buffers (`Execution.keeps_own_buffers`) frees nothing earlier and leaves no buffers.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,43 +65,44 @@ from steelyard.schedules import USUAL
 
 IntTable = NDArray[np.int64]
 TERMS = ("parameters", "gradients", "optimizer", "optimizer step", "samples", "gathered parameters", "activations")
-"""What layers hold, by the order of `LayerRows.terms`."""
+"""Memory terms of layers, in the order of `LayerRows.terms`."""
 
 _SLICES_HELD = 3
-"""The sum, what is added to it, and the same in the order of the rows where a matrix is divided twice."""
+"""Slices held while tied gradients are summed: the sum, the addend, and the latter in row order if the matrix is
+divided twice."""
 _NEVER = -(2**12) * MOST_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerRows:
-    """Bytes [K, S] of every layer type under every strategy, 0 where illegal, for a number of microbatches."""
+    """Bytes [K, S] of every layer type under every strategy, 0 if illegal, for one number of microbatches."""
 
     terms: IntTable
-    """[7, K, S] what a layer holds by `TERMS`, activations those of one microbatch"""
+    """[7, K, S] bytes of a layer by `TERMS`; activations are those of one microbatch."""
     freed: IntTable
     works: IntTable
     ends: IntTable
-    """What it works with where it is the last of a stage."""
+    """Working memory of the last layer of a stage."""
     first_reduction: IntTable
-    """The most of ``works`` in the first of several backward passes."""
+    """Working memory, as ``works``, in the first of several backward passes."""
     ahead: IntTable
     left: IntTable
     sent: IntTable
-    """What it hands to another stage, of one microbatch."""
+    """Bytes sent to another stage per microbatch."""
     gathered: IntTable
-    """The whole copy of a sharded layer, which a chunk of several has as it pauses."""
+    """Gathered copy of a sharded layer, which a paused chunk holds."""
     communicators: IntTable
-    """What of ``works``, ``ends`` and ``first_reduction`` the buffers of its communicators are."""
+    """Part of ``works``, ``ends`` and ``first_reduction`` in buffers of communicators."""
 
     @property
     def of_tensors(self) -> "LayerRows":
-        """Rows without communicators."""
+        """The rows without communicators."""
         works, ends, first = (each - self.communicators for each in (self.works, self.ends, self.first_reduction))
         return replace(self, works=works, ends=ends, first_reduction=first)
 
 
 def layer_rows(config: JobConfig, strategies: Sequence[Strategy], legal: NDArray[np.bool_]) -> LayerRows:
-    """Return the rows of a pipeline configuration, which depend on its schedule in nothing."""
+    """Return the rows of a pipeline configuration, which are independent of its schedule."""
     layer_types, found = config.job.chain.layer_types, np.zeros((15, *legal.shape), dtype=np.int64)
     groups = np.zeros(legal.shape, dtype=np.int64)
     for row, layer_type in enumerate(layer_types):
@@ -117,7 +119,7 @@ def layer_rows(config: JobConfig, strategies: Sequence[Strategy], legal: NDArray
 
 
 def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:
-    """[15, S] the fields of `LayerRows`."""
+    """Return the fields of `LayerRows`, as rows [15, S]."""
     job, row = config.job, LayerRow.of(layer_type, chosen, config)
     saved, entered, reducing, forward, backward, read, on_host = row.work(config)
     shard, gradients, optimizer, copy, keeps, whole, shards, is_sharded, *others = row.states
@@ -129,7 +131,7 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     left = is_moved * (reduced + trains * (made + copy) * is_awaited)
     freed = saved + np.where(is_moved | one, kept, 0) - (gradients if one else 0)
     before = 0 if layer_type.role is LayerRole.EMBEDDING else np.maximum(0, copy - forward)
-    gathering = np.maximum(0, copy + before - whole * gradients)  # ahead of all gradients where it stays for the step
+    gathering = np.maximum(0, copy + before - whole * gradients)  # before all gradients if it stays for the step
     arriving = np.where(shards > 1, gathering + fetched, is_sharded * np.maximum(0, fetched - forward))
     forward = forward + own + arriving
     waiting, flowing, handed = _entries(layer_type, config)
@@ -153,7 +155,7 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
 
 
 def _communicators(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:
-    """[S] bytes of the communicators that a layer uses, which are there as it works."""
+    """Bytes [S] of the communicators that a layer uses."""
     once, name = config.job.once, layer_type.name
 
     def of_all() -> IntTable:
@@ -164,8 +166,10 @@ def _communicators(layer_type: LayerType, chosen: Sequence[Strategy], config: Jo
 
 
 def _entries(layer_type: LayerType, config: JobConfig) -> tuple[int, int, int]:
-    """Of a sample: what waits as a layer of a type works backwards for those behind it, what flows out of one to
-    another stage, and what it makes of that; the most of all its layers, of what it makes the least.
+    """Return entries per sample for a layer type: cross-layer inputs of later layers whose gradients wait during its
+    backward pass, activations that it sends to another stage, and the part of these that it makes itself.
+
+    The first two are the maximum over all layers of the type, the last is the minimum.
     """
     chain, seq_len = config.job.chain, config.job.seq_len
 
@@ -188,9 +192,9 @@ def _most_waiting(
 
 
 def _tied_bytes(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> int:
-    """What a rank needs to sum the gradients of the vocabulary's matrix where its copies are divided in other ways.
+    """Bytes that a rank needs to sum the gradients of the tied vocabulary matrix if its copies are sharded differently.
 
-    When the backward passes have ended, and with them the copies that compute.
+    Needed after the backward passes, when compute-dtype copies are freed.
     """
     chain = config.job.chain
     is_tied = any(chain.type_of(layer) == layer_type for shared in chain.summed for layer, _ in shared.copies)
@@ -201,9 +205,10 @@ def _tied_bytes(layer_type: LayerType, strategy: Strategy, config: JobConfig) ->
 
 
 def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:
-    """The same for a framework with states of its own.
+    """Return the rows of `_rows` for a framework with its own buffers.
 
-    Gradients that it adds up late, and what the optimizer's step takes, count as far as the layer saves less.
+    Gradients that are accumulated late, and temporaries of the optimizer step, count only beyond the layer's saved
+    bytes.
     """
     execution, job = config.job.execution, config.job
     assert execution.states is not None, "no other keeps buffers of its own"
@@ -240,7 +245,7 @@ def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConf
 
 
 def memory_tables(config: JobConfig, strategies: Sequence[Strategy], rows: LayerRows) -> dict[str, Any]:
-    """The fields of `CostTables` by which it has the bytes of layers that are not the last of a stage."""
+    """Return the fields of `CostTables` for bytes of layers that are not the last of a stage."""
     pipeline, has_several = config.pipeline, config.pipeline.num_microbatches > 1
     count, flights = pipeline.num_microbatches, list(map(pipeline.in_flight, range(pipeline.num_stages)))
     static, saved = rows.terms[:6].sum(axis=0), rows.terms[6]
@@ -261,7 +266,7 @@ def memory_tables(config: JobConfig, strategies: Sequence[Strategy], rows: Layer
 
 
 def _waiting_bytes(tables: CostTables, config: JobConfig) -> IntTable:
-    """[K, S] of a microbatch, what a block holds until its weight pass: operands and results of its linear layers."""
+    """Bytes [K, S] per microbatch that a block holds until its weight pass: operands and results of linear layers."""
     found = np.zeros(tables.legal.shape, dtype=np.int64)
     for row, layer_type in enumerate(config.job.chain.layer_types):
         for column in np.flatnonzero(tables.legal[row]) if layer_type.role is LayerRole.BLOCK else ():
@@ -273,7 +278,7 @@ def _waiting_bytes(tables: CostTables, config: JobConfig) -> IntTable:
 
 
 def _with_weight_passes(found: dict[str, Any], tables: CostTables, config: JobConfig) -> dict[str, Any]:
-    """The fields of `memory_tables` under a schedule that has these."""
+    """Return the fields of `memory_tables` under a schedule with weight passes."""
     pipeline, waits = config.pipeline, _waiting_bytes(tables, config)
     stages = {pipeline.in_flight(stage): pipeline.waiting(stage) for stage in range(pipeline.num_stages)}
     return found | {
@@ -283,7 +288,7 @@ def _with_weight_passes(found: dict[str, Any], tables: CostTables, config: JobCo
 
 
 def with_memory(tables: CostTables, config: JobConfig, rows: LayerRows) -> CostTables:
-    """Tables of a pipeline configuration without chunks with the bytes of its layers, and those of its stages."""
+    """Add the bytes of layers and stages to the tables of a pipeline configuration without chunks."""
     has_own = config.job.execution.keeps_own_buffers
     found = memory_tables(config, tables.strategies, rows)
     if config.pipeline.schedule.splits_backward:
@@ -316,9 +321,9 @@ def with_memory(tables: CostTables, config: JobConfig, rows: LayerRows) -> CostT
 
 
 def _times_sent(config: JobConfig) -> tuple[int, int]:
-    """How often a stage holds what its last layer sends, once and for each microbatch in flight.
+    """Return the number of buffers of a stage's sent activation: fixed, and per microbatch in flight.
 
-    The gradient of a pass arrives in as much. Between chunks `_exchanged` counts it.
+    Received gradients have buffers of the same size. `exchanged_bytes` counts those between chunks.
     """
     pipeline, execution = config.pipeline, config.job.execution
     if pipeline.num_stages == 1 or pipeline.num_chunks > 1:
@@ -332,7 +337,7 @@ def _times_sent(config: JobConfig) -> tuple[int, int]:
 
 
 def _received(config: JobConfig, tables: CostTables) -> Received:
-    """What stages hold of those before: the last gradient that was sent, and what has arrived ahead."""
+    """Return the buffers of stages for the stage before: the last sent gradient and activations that arrived early."""
     pipeline, job = config.pipeline, config.job
     strategies = [tables.strategies[first] for first in np.unique(tables.layout_of, return_index=True)[1]]
     count, chain = pipeline.num_microbatches, job.chain
@@ -355,7 +360,7 @@ def _received(config: JobConfig, tables: CostTables) -> Received:
 
 
 def _overheads(config: JobConfig) -> tuple[int, ...]:
-    """[P] bytes of a device that no layer accounts for: the process, shared inputs, and what chunks exchange."""
+    """Bytes [P] per device that no layer accounts for: CUDA context, shared inputs, and exchanges between chunks."""
     pipeline, job = config.pipeline, config.job
     key = "side", config.microbatch_samples
     has_own = job.execution.keeps_own_buffers
@@ -366,7 +371,7 @@ def _overheads(config: JobConfig) -> tuple[int, ...]:
 
 
 def exchanged_bytes(config: JobConfig) -> int:
-    """What stages of several chunks exchange beside what layers save, divided over all ranks of a stage."""
+    """Bytes per rank of buffers that stages with several chunks exchange, in addition to what layers save."""
     pipeline, share = config.pipeline, config.activation_bytes // config.devices_per_stage
     count, chunks = pipeline.num_microbatches, pipeline.num_chunks
     if chunks == 1:
@@ -381,9 +386,9 @@ def exchanged_bytes(config: JobConfig) -> int:
 def plan_memory(
     parts: Sequence[range], strategies: Sequence[Strategy], configs: Sequence[JobConfig]
 ) -> list[dict[str, int]]:
-    """Bytes on a rank of each stage by term; they add up to what the search holds against the budget.
+    """Bytes on a rank of each stage by term; their sum is what the search compares with the budget.
 
-    ``parts`` are the layers of each part of the pipeline, ``strategies`` those of all layers, ``configs`` one a stage.
+    ``parts``: layers of each part of the pipeline; ``strategies``: one per layer; ``configs``: one per stage.
     """
     chain, chosen = configs[0].job.chain, dict[JobConfig, dict[tuple[int, Strategy], None]]()
     for stage, config in enumerate(configs):
@@ -399,7 +404,7 @@ def plan_memory(
 
 
 def host_bytes(parts: Sequence[range], strategies: Sequence[Strategy], configs: Sequence[JobConfig]) -> list[int]:
-    """Bytes in the memory of the host for a rank of each stage; arguments as of `plan_memory`."""
+    """Bytes in host memory for a rank of each stage; arguments as of `plan_memory`."""
     if not configs[0].job.effects.uses_host:
         return [0] * len(configs)
     found = []
@@ -413,14 +418,17 @@ def host_bytes(parts: Sequence[range], strategies: Sequence[Strategy], configs: 
 
 
 def _on_host(layer: int, strategy: Strategy, config: JobConfig) -> NDArray[np.int64]:
-    """[2] of a layer: its states in host memory, and what it saves there of a microbatch."""
+    """Bytes [2] of a layer in host memory: its states, and what it saves there per microbatch."""
     layer_type = config.job.chain.type_of(layer)
     saved = LayerRow.of(layer_type, (strategy,), config).work(config).on_host
     return np.array([layer_states(layer_type, strategy, config).host, int(saved[0])])
 
 
 def _of_pairs(config: JobConfig, pairs: Sequence[tuple[int, Strategy]]) -> tuple[CostTables, CostTables, LayerRows]:
-    """Tables in which these layer types have these strategies, and no times; the same without communicators."""
+    """Build tables without times for pairs of layer type and strategy.
+
+    Return them with and without communicators, and their rows.
+    """
     used = tuple(dict.fromkeys(strategy for _, strategy in pairs))
     chain, count = config.job.chain, len(used)
     legal = np.zeros((len(chain.layer_types), count), dtype=bool)
@@ -455,7 +463,7 @@ def _stage_terms(
     config: JobConfig,
     before: Strategy | None,
 ) -> dict[str, int]:
-    """Bytes of a stage by term; ``before`` is the strategy of the layer before it in its own pool."""
+    """Bytes of a stage by term; ``before`` is the strategy of the previous layer if it is in the same device group."""
     pipeline, chain = config.pipeline, config.job.chain
     in_flight, place = pipeline.in_flight(stage), {each: number for number, each in enumerate(tables.strategies)}
     layers = [layer for part in parts for layer in part]
@@ -489,7 +497,7 @@ def _stage_terms(
 
 
 def _runs(parts: Sequence[range], num_layers: int) -> list[list[int]]:
-    """The layers of each chunk, with the first and the last of the model where the stage has them."""
+    """Return the layers of each chunk, with the first and the last layer of the model if the stage has them."""
     ends = {0, num_layers - 1}
     mine = {layer for part in parts for layer in part} & ends
     runs = [[layer for layer in part if layer not in ends] for part in parts]
@@ -505,7 +513,7 @@ def _activations(
     stage: int,
     place: Mapping[Strategy, int],
 ) -> int:
-    """What a stage has saved of the passes in flight, of chunks as if all were the fullest."""
+    """Bytes saved by a stage for its passes in flight; with chunks, as if all were the largest."""
     pipeline, last = config.pipeline, len(strategies) - 1
     in_flight = pipeline.in_flight(stage)
 

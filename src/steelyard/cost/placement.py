@@ -1,24 +1,24 @@
-r"""A job on unlike pools of devices: whose costs each stage has, and the tables of its pools joined into one search.
+r"""Cost tables of a job on heterogeneous device groups, joined from the tables of each group.
 
-Every stage lies in one pool. Its layers cost what they would on a cluster of that pool alone, so the tables of a
-pipeline are those of its pools side by side (`CostTables.pools`). What only the border of two stages of unlike sizes
-has is (between stages of equal size $r$ is that within the one that receives)
+Every stage lies in one device group (pool). Its layers cost the same as on a cluster of that group alone, so the tables
+of a pipeline are those of its groups, concatenated (`CostTables.pools`). A border between stages of different sizes
+additionally has (between stages of equal size $r$ is that within the receiving stage)
 
 $$c = 2 \Big(\max(\ell_a, \ell_b) + \frac{A}{\min(G_a w_a, G_b w_b)}\Big), \qquad r = g_a(s_a) + g_b(s_b)$$
 
 | symbol | unit  | meaning                                                                                     |
 |--------|-------|---------------------------------------------------------------------------------------------|
-| $c$    | s     | handing over a microbatch's activation in even parts and its gradient back                  |
+| $c$    | s     | sending a microbatch's activation in even parts and its gradient back                       |
 | $A$    | bytes | activation of a microbatch, over all ranks of a stage                                       |
-| $G$    | –     | ranks of the stage before and behind the border                                             |
-| $w$    | B/s   | what a device reaches of the link to other pools                                            |
+| $G$    | –     | ranks of the stages before and after the border                                             |
+| $w$    | B/s   | reached rate of a device's link to other groups                                             |
 | $\ell$ | s     | latency of that link                                                                        |
-| $g$    | s     | gathering the copies that ranks under tp without sp hold, of one activation, inside a pool  |
+| $g$    | s     | gathering the copies of one activation that ranks under tp without sp hold, inside a group  |
 
-A budget is that of the roomiest pool; what the devices of another one have less counts as overhead of its stages.
+The budget is that of the group with the most memory; the difference counts as overhead of stages in other groups.
 
-Not modelled: the exchange of a tied matrix goes over the links of each stage's own pool. Over several pools its copies
-count as divided in unlike ways; in a pool alone they cost what they would on that cluster.
+Not modelled: links between groups in the exchange of a tied matrix; each stage's own links are used. With several
+groups its copies count as sharded differently; with one group they cost the same as on that cluster.
 """
 
 from collections.abc import Sequence
@@ -39,23 +39,23 @@ from steelyard.schedules import PipelineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The pools that a pipeline goes through in order, by their places in the job, and how many stages each takes."""
+    """Device groups of a pipeline in order, by their index in the job, and the number of stages in each."""
 
     pools: tuple[int, ...]
     stages: tuple[int, ...]
 
     def sizes(self, job: Job) -> tuple[int, ...]:
-        """The ranks of a stage of each pool."""
+        """Return the number of ranks per stage in each group."""
         pairs = zip(self.pools, self.stages, strict=True)
         return tuple(job.by_group[pool].cluster.num_devices // stages for pool, stages in pairs)
 
     def of_stages(self, job: Job) -> list[tuple[int, int]]:
-        """The pool of each stage, and its ranks."""
+        """Return the group index and the number of ranks of each stage."""
         alike = zip(self.pools, self.sizes(job), self.stages, strict=True)
         return [(pool, size) for pool, size, count in alike for _ in range(count)]
 
     def configs(self, job: Job, pipeline: PipelineConfig) -> tuple[JobConfig, ...]:
-        """The configuration of the stages of each pool, which are all alike."""
+        """Return the configuration of the stages of each group, which are identical."""
         sizes = zip(self.pools, self.sizes(job), strict=True)
         return tuple(JobConfig(job=job.by_group[pool], pipeline=pipeline, stage_size=size) for pool, size in sizes)
 
@@ -67,7 +67,7 @@ def pooled_tables(
     strategies: Sequence[tuple[Strategy, ...]],
     known: Sequence[KnownCosts],
 ) -> CostTables:
-    """The tables of a pipeline over these pools; ``strategies`` and ``known`` are those of each in their order."""
+    """Build the tables of a pipeline over several groups; ``strategies`` and ``known`` are per group, in order."""
     configs = placement.configs(job, pipeline)
     pooled = len(configs) > 1
     parts = tuple(build_tables(*each, pooled=pooled) for each in zip(configs, strategies, known, strict=True))
@@ -91,7 +91,8 @@ def pooled_tables(
 
 
 def _switches(parts: Sequence[CostTables], configs: Sequence[JobConfig], row: int, column: int) -> NDArray[np.float64]:
-    """[K, S, S'] seconds from the strategies of one pool to those of another; 0 where none follows on the other."""
+    """Seconds [K, S, S'] of resharding from the strategies of one group to those of another; 0 if they are not
+    neighbours."""
     before, after = parts[row].strategies, parts[column].strategies
     if row == column:
         return parts[row].switches
@@ -104,7 +105,7 @@ def _switches(parts: Sequence[CostTables], configs: Sequence[JobConfig], row: in
 def _joined(
     pipeline: PipelineConfig, parts: Sequence[CostTables], pools: Pools, switch_s: NDArray[np.float64]
 ) -> CostTables:
-    """The tables of the pools side by side, with these seconds [K, S, S] between strategies."""
+    """Concatenate the tables of the groups, with these seconds [K, S, S] between strategies."""
     first = parts[0]
     return CostTables(
         pipeline=pipeline,
@@ -137,7 +138,7 @@ def _beside(parts: Sequence[CostTables], name: str) -> NDArray[Any]:
 
 
 def _received(parts: Sequence[CostTables], pools: Pools) -> Received | None:
-    """What stages receive; from another pool in even parts."""
+    """Return the activations that stages receive; between groups they arrive in even parts."""
     own = [part.received.of(part.layout_of) for part in parts if part.received is not None]
     if len(own) < len(parts):
         return None

@@ -1,7 +1,7 @@
-"""Predicts a plan: step time by the simulator, memory as an upper bound, each term by its name.
+"""Prediction of a plan: step time by simulation, memory as an upper bound, both by term.
 
-The terms of time are those that the search added up (`steelyard.cost.layer`), and so are those of memory
-(`steelyard.cost.memory`): the search and the prediction of a plan agree.
+Time terms (`steelyard.cost.layer`) and memory terms (`steelyard.cost.memory`) are those that the search adds up, so
+search and prediction agree.
 """
 
 from collections import Counter
@@ -25,25 +25,25 @@ from steelyard.plan.strategy import Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCost:
-    """What a plan costs: the timeline of a step, and per stage the terms of time and memory."""
+    """Cost of a plan: the timeline of a step, and time and memory terms per stage."""
 
     timeline: Timeline
     step_time_s: float
-    """Of the timeline and of what no layer accounts for."""
+    """Seconds of the timeline plus the per-step overhead."""
     stages: tuple[StagePrediction, ...]
     fits: bool
     tokens_per_s_per_device: float
     model_flop_per_s: float | None
-    """Of a device, of the stages' mean."""
+    """Model FLOP/s per device, averaged over the stages."""
     mfu: float | None
     mfu_attention: str
-    """How these two count attention."""
+    """Description of how ``model_flop_per_s`` and ``mfu`` count attention."""
 
 
 def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) -> PlanCost:
-    """The cost of a plan for a job of the same model and batch; raises `InvalidPlanError` if they differ.
+    """Predict the cost of a plan for a job of the same model and batch. Raises `InvalidPlanError` if they differ.
 
-    Stages in ``slowed`` compute so many times as long.
+    The compute time of stages in ``slowed`` is multiplied by these factors.
     """
     configs = _configs(plan, job)
     parts = _part_costs(plan, configs, slowed or {})
@@ -94,7 +94,7 @@ def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """A layer of a plan by name, and the seconds of its passes by term, computation and collectives."""
+    """Name of a layer of a plan, and seconds of its passes by term: computation and collectives."""
 
     name: str
     forward_s: Mapping[str, float]
@@ -102,7 +102,7 @@ class LayerTimes:
 
 
 def layer_times(plan: Plan, job: Job) -> tuple[LayerTimes, ...]:
-    """What the passes of `predict` are made of: a microbatch in each layer, with the switch from the layer before."""
+    """Return the times of one microbatch in each layer, including resharding from the layer before, as in `predict`."""
     configs = _layer_configs(plan, _configs(plan, job))
     switches_s, found = _switches_s(plan.strategies, configs), []
     for layer, cost in enumerate(_layer_costs(plan, configs)):
@@ -118,7 +118,7 @@ def layer_times(plan: Plan, job: Job) -> tuple[LayerTimes, ...]:
 
 
 def predict_memory(plan: Plan, job: Job) -> tuple[dict[str, int], ...]:
-    """Bytes on a rank of each stage by term, as `predict` finds them; the profile needs no times.
+    """Bytes on a rank of each stage by term, as in `predict`; the profile needs no times.
 
     Raises `InvalidPlanError` if plan and job differ.
     """
@@ -126,21 +126,18 @@ def predict_memory(plan: Plan, job: Job) -> tuple[dict[str, int], ...]:
 
 
 def predict_host(plan: Plan, job: Job) -> list[int]:
-    """Bytes in the memory of the host for a rank of each stage, which no term of memory counts."""
+    """Bytes in host memory for a rank of each stage, which no memory term counts."""
     return host_bytes([part.layers for part in plan.parts], plan.strategies, _configs(plan, job))
 
 
 def memory_terms(
     parts: Sequence[range], strategies: Sequence[Strategy], configs: Sequence[JobConfig]
 ) -> tuple[dict[str, int], ...]:
-    """Bytes on a rank of each stage by term.
-
-    ``parts`` are the layers of each part of the pipeline, ``strategies`` those of all layers, ``configs`` one a stage.
-    """
+    """Bytes on a rank of each stage by term, with allocator slack; arguments as of `plan_memory`."""
     found = []
     for tensors, config in zip(plan_memory(parts, strategies, configs), configs, strict=True):
         terms = dict(tensors)
-        kept_apart = config.job.execution.kept_apart  # in buffers of their own, without slack
+        kept_apart = config.job.execution.kept_apart  # in separate buffers, without slack
         in_allocator = sum(num_bytes for name, num_bytes in terms.items() if name not in kept_apart)
         terms["allocator slack"] = int(slack_fraction(config.job) * in_allocator)
         found.append({name: num_bytes for name, num_bytes in terms.items() if num_bytes})
@@ -153,12 +150,12 @@ def _configs(plan: Plan, job: Job) -> tuple[JobConfig, ...]:
 
 
 def _layer_configs(plan: Plan, configs: Sequence[JobConfig]) -> list[JobConfig]:
-    """The configuration of each layer: that of its stage."""
+    """Return the configuration of each layer, which is that of its stage."""
     return [configs[index % plan.num_stages] for index, part in enumerate(plan.parts) for _ in part.layers]
 
 
 def _utilisation(configs: Sequence[JobConfig], flop_per_s: float | None) -> float | None:
-    """MFU: model FLOP over the mean peak FLOP of the devices of all stages; None where a device's peak is not known."""
+    """MFU: model FLOP over the mean peak FLOP of the devices of all stages; None if a device's peak is unknown."""
     if flop_per_s is None or any(config.job.cluster.device.needs_profile for config in configs):
         return None
     peaks = sum(config.devices_per_stage * config.job.peak_flop_per_s for config in configs)
@@ -166,12 +163,12 @@ def _utilisation(configs: Sequence[JobConfig], flop_per_s: float | None) -> floa
 
 
 def model_flop_per_s(job: Job, tokens_per_s_per_device: float) -> float | None:
-    """Model FLOP/s of a device, recomputation not counted; None where the profile lacks a layer.
+    """Model FLOP/s per device, without recomputation; None if the profile lacks a layer.
 
-    Model FLOP of a token are three forward passes, fewer where a part is frozen, of attention the pairs of tokens that
-    the model relates, whatever its kernels compute: half of the square where it is causal, a band in a window
+    Model FLOP of a token are three forward passes, or fewer if parts are frozen. Attention counts the token pairs that
+    the model attends to, not those that its kernels compute: half of the square if causal, a band for a sliding window
     (`ModelChain.attended_share`). Figures that follow Chowdhery et al. 2022 (PaLM), appendix B, count the whole square
-    and are higher. With a profile from before the square was counted, attention is what its kernels compute.
+    and are higher. With older profiles, which lack the square, attention counts what its kernels compute.
     """
     chain, found = job.chain, []
     for number, layer_type in enumerate(chain.layer_types):
@@ -192,19 +189,19 @@ def model_flop_per_s(job: Job, tokens_per_s_per_device: float) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PartCost:
-    """What one part of the pipeline costs: a stage, or one of its chunks."""
+    """Cost of one part of the pipeline: a stage, or one of its chunks."""
 
     layers: list[LayerCost[float]]
     weights_s: list[float]
-    """Of each layer's backward pass, what its weight pass does; empty where the schedule has none."""
+    """Seconds of each layer's weight pass, included in its backward pass; empty if the schedule has none."""
     switch_s: float
     received_s: float
-    """Handing over an activation from the part before and, where it is needed there, its gradient back to it."""
+    """Seconds to receive an activation from the part before and, if needed there, to send its gradient back."""
     gives_back: bool
 
 
 def _part_costs(plan: Plan, stage_configs: Sequence[JobConfig], slowed: Mapping[int, float]) -> list[_PartCost]:
-    """The cost of every part of the pipeline; stages in ``slowed`` compute so many times as long."""
+    """Return the cost of every part of the pipeline; the compute of stages in ``slowed`` is multiplied by a factor."""
     strategies, configs = plan.strategies, _layer_configs(plan, stage_configs)
     switches = _switches_s(strategies, configs)
     costs = _layer_costs(plan, configs)
@@ -249,7 +246,7 @@ def _received_s(plan: Plan, index: int, first: int, configs: Sequence[JobConfig]
 
 
 def _switches_s(strategies: Sequence[Strategy], configs: Sequence[JobConfig]) -> list[float]:
-    """For each layer the seconds of the switch from the one before, there and back."""
+    """Seconds of resharding from the previous layer for each layer, forward and backward."""
     known: dict[tuple[JobConfig, int, Strategy, Strategy], float] = {}
     found = [0.0]
     layer_types = configs[0].job.chain.layers[1:]
@@ -267,7 +264,7 @@ def _switches_s(strategies: Sequence[Strategy], configs: Sequence[JobConfig]) ->
 
 
 def _layer_costs(plan: Plan, configs: Sequence[JobConfig]) -> list[LayerCost[float]]:
-    """The cost of each layer; where the plan has all copies of a tied matrix divided alike, they are not gathered."""
+    """Return the cost of each layer; copies of a tied matrix that are all sharded identically are not gathered."""
     known: dict[tuple[int, Strategy, JobConfig], LayerCost[float]] = {}
     chain = configs[0].job.chain
     alike = bool(chain.sums_tied) and num_slices(chain.shared[0], plan.strategies, chain) is None
@@ -281,10 +278,10 @@ def _layer_costs(plan: Plan, configs: Sequence[JobConfig]) -> list[LayerCost[flo
 
 
 def _time_terms(chunks: list[_PartCost], config: JobConfig, timeline: Timeline, stage: int) -> dict[str, float]:
-    """Seconds of one microbatch on a stage by term, once-a-step terms spread over the microbatches.
+    """Seconds of one microbatch on a stage by term; once-per-step terms are divided by the number of microbatches.
 
-    All microbatches together are within the step: work takes as long as the timeline says, which is less than with all
-    processes at work where they share cores, and handing over is counted only as far as no work hides it.
+    The total over all microbatches is at most the step time: work has the duration in the timeline, which is shorter
+    with shared cores because not all processes compute all the time, and only exposed transfers count.
     """
     added: Counter[str] = Counter()
     count = config.pipeline.num_microbatches

@@ -1,21 +1,22 @@
-r"""Plays a pipeline whose stages compute on the same processor cores, so that they are slower when more of them work.
+r"""Simulation of a pipeline whose stages share processor cores and are slower if more of them compute.
 
-Durations $d$ of passes are those while all stages compute. While $k$ of them do, each has done $s_k\,\Delta t$ of its
-pass after $\Delta t$ seconds, and
+Durations $d$ of passes are those while all stages compute. While $k$ of them compute, each completes $s_k\,\Delta t$ of
+its pass in $\Delta t$ seconds, and
 
 $$\sum_\text{passes} d = \sum_{k} k\,s_k\,T_k$$
 
 where $T_k$ are the seconds in which $k$ stages compute and $s_k$ (``speeds``, measured) is the speed of a stage while k
-of its pool compute, over that while all do. Stages of different pools of devices have cores of their own. So a pipeline
-of more processes than cores pays for its work and hardly for its bubbles: the cores have other stages to work for.
-A transfer between two stages is work of both, for as long as it takes: copies through the host's network stack, after
-the sender's pass and before the receiver's. What a stage does once a step, after its passes, is work like them.
+stages of its device group (pool) compute, relative to its speed while all compute. Stages of different groups do not
+share cores. With more processes than cores a pipeline pays for its work but hardly for its bubbles, because the cores
+work for other stages meanwhile. A transfer between two stages counts as work of both, because it copies through the
+host's network stack: after the sender's pass and before the receiver's. Once-per-step work follows the passes of a
+stage and is treated like them.
 
-`PassTable` and `StageRun` are a pipeline as both simulators see it: how long each pass takes, who waits for its result,
-and when it was done.
+`PassTable` and `StageRun` describe a pipeline for both simulators: durations of passes, consumers of their results, and
+their times.
 
 Source: processor sharing as in Kleinrock 1976 (Queueing Systems II, section 4.4), with measured speeds in place of
-$P/k$. Not modelled: that passes which share a cache slow each other down unequally.
+$P/k$. Not modelled: unequal slowdown of passes that share a cache.
 """
 
 from collections import Counter
@@ -25,36 +26,36 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRun:
-    """What the play of one stage left: pass after pass its code, start and end, and when its result was on the link."""
+    """Simulated passes of one stage in order: code, start, end, and end of the transfer of the result."""
 
     codes: list[int]
     starts_s: list[float] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)
     sent_s: list[float] = field(default_factory=list)
-    """End of the transfer."""
+    """Ends of transfers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTable:
-    """What follows from a pass and how long it takes, by pass group: its work times the number of parts, and its part.
+    """Duration and consumer of passes by pass group, which is work · number of parts + part.
 
-    A pass has the code group · m + microbatch. The works are forward, backward, weight, and what is done once a step.
+    The code of a pass is group · m + microbatch. The works are forward, backward, weight and once-per-step work.
     """
 
     num_parts: int
     duration_s: list[float]
     consumer: list[int]
-    """Group of the pass that takes the result, or −1."""
+    """Group of the pass that consumes the result, or −1."""
     receiver: list[int]
     """Stage of that pass."""
     transfer_s: list[float]
     link: list[int]
-    """Of the stage's links, that which the result takes."""
+    """Index of the link that carries the result."""
 
 
 def arrivals(table: PassTable, num_microbatches: int, unknown_s: float) -> list[float]:
-    """When the input of each pass is there: at once for forward passes of the first part and for what follows passes of
-    its own stage, weight passes and what is done once a step."""
+    """Return the arrival time of each pass's input: 0 for forward passes of the first part, weight passes and
+    once-per-step work, which depend on no other stage; else ``unknown_s``."""
     num_passes = 2 * table.num_parts * num_microbatches
     found = [0.0] * (len(table.duration_s) * num_microbatches)
     found[num_microbatches:num_passes] = [unknown_s] * (num_passes - num_microbatches)
@@ -63,7 +64,7 @@ def arrivals(table: PassTable, num_microbatches: int, unknown_s: float) -> list[
 
 _NEVER = float("inf")
 _LEAST_SHARE = 1e-12
-"""What is left of a pass, as a share of it, is rounding where it is less."""
+"""Remaining fraction of a pass below which it counts as finished, because of rounding."""
 
 
 def play_on_shared_cores(
@@ -72,9 +73,9 @@ def play_on_shared_cores(
     num_microbatches: int,
     speeds: Sequence[tuple[int, Sequence[float]]],
 ) -> None:
-    """Fills in the times of every run; ``speeds`` has of each stage its pool and the speeds of one in it.
+    """Fill in the times of every run; ``speeds`` has for each stage its device group and the speeds of a stage in it.
 
-    Those have one entry for each number of stages of the pool that compute at once, none where no cores are shared.
+    The speeds have one entry per number of stages of the group that compute at once, or none if no cores are shared.
     """
     play = _Play(runs, table, num_microbatches)
     while any(play.is_unfinished(stage) for stage in range(len(runs))):
@@ -84,7 +85,7 @@ def play_on_shared_cores(
 
 
 class _Play:
-    """The state of all stages at one moment, ``now_s``."""
+    """State of all stages at time ``now_s``."""
 
     def __init__(self, runs: Sequence[StageRun], table: PassTable, num_microbatches: int) -> None:
         self.now_s = 0.0
@@ -97,24 +98,24 @@ class _Play:
         self._left_s: dict[int, float] = {}
 
     def is_unfinished(self, stage: int) -> bool:
-        """Whether the stage has passes to begin or to end."""
+        """Return whether the stage has passes to begin or to end."""
         return len(self._runs[stage].ends_s) < len(self._runs[stage].codes)
 
     def waiting(self) -> Iterator[int]:
-        """Stages that compute nothing and have passes to begin."""
+        """Yield the idle stages that have passes to begin."""
         yield from (
             stage for stage in range(len(self._runs)) if stage not in self._left_s and self.is_unfinished(stage)
         )
 
     def begin_if_ready(self, stage: int) -> None:
-        """Begins the stage's next pass if its input is there."""
+        """Begin the stage's next pass if its input has arrived."""
         if self._ready_s(stage) <= self.now_s:
             run = self._runs[stage]
             run.starts_s.append(self.now_s)
             self._left_s[stage] = self._work_s[run.codes[len(run.ends_s)] // self._count]
 
     def advance(self, speeds: Sequence[tuple[int, Sequence[float]]]) -> None:
-        """Goes on to the next moment at which a pass ends or an input arrives."""
+        """Advance to the next time at which a pass ends or an input arrives."""
         arrives_s = min((self._ready_s(stage) for stage in self.waiting()), default=_NEVER)
         if not self._left_s:
             assert arrives_s < _NEVER, "the orders of the stages wait for each other"
@@ -138,7 +139,7 @@ class _Play:
         return max(self._free_s[stage], self._arrival_s[run.codes[len(run.ends_s)]])
 
     def _end(self, stage: int) -> None:
-        """Ends the pass of a stage and sends its result on its way."""
+        """End the current pass of a stage and deliver its result."""
         run, table = self._runs[stage], self._table
         group, microbatch = divmod(run.codes[len(run.ends_s)], self._count)
         run.ends_s.append(self.now_s)
@@ -149,7 +150,7 @@ class _Play:
 
 
 def _with_transfers(table: PassTable) -> list[float]:
-    """The seconds of each group of passes with those of handing over what it takes and what it makes."""
+    """Seconds of each pass group including the transfers of its input and its result."""
     work_s = list(table.duration_s)
     for group, target in enumerate(table.consumer):
         if target >= 0:

@@ -1,16 +1,16 @@
-r"""Plays a pipeline schedule event by event and yields the step time and the timeline.
+r"""Discrete-event simulation of a pipeline schedule, for the step time and the timeline.
 
-Each stage does its forward, backward and weight passes in the schedule's order (`steelyard.schedules`), one at a time;
-a pass starts when the stage is free and its input has arrived. A transfer occupies its link, one direction between two
-stages, for ``transfer_s`` and arrives then; the sender goes on meanwhile, or waits for the link where
-sends are not overlapped. After its passes a stage does its once-a-step work (optimizer).
+Each stage runs its forward, backward and weight passes in the schedule's order (`steelyard.schedules`), one at a time.
+A pass starts when the stage is free and its input has arrived. A transfer occupies its link, one direction between two
+stages, for ``transfer_s`` and then arrives. The sender continues meanwhile, or waits for the link if sends do not
+overlap. After its passes a stage runs its once-per-step work (optimizer).
 
-Without transfers and with backward passes that take the same multiple of the forward pass on every stage, GPipe takes
-exactly $\sum_i t_i + (m-1)\max_i t_i$. 1F1B takes that on equal stages and up to a fifth less on unequal ones, since
-the last passes of a fast stage hide behind those of a slow one before it. Interleaved, with equal parts and P a divisor
-of m, the bubble is the share $(P-1)/(vm)$ of the work. Weight passes take their part of a backward pass out of it, and
-fill bubbles with it. Never is a step shorter than the first pass of every stage
-before one, all passes of that stage, and the last pass of every stage before it.
+Without transfers, and if backward passes take the same multiple of the forward pass on every stage, GPipe takes exactly
+$\sum_i t_i + (m-1)\max_i t_i$. 1F1B takes the same on equal stages and up to a fifth less on unequal ones, because the
+last passes of a fast stage overlap those of a slow stage before it. In interleaved schedules with equal parts and P a
+divisor of m, the bubble is the fraction $(P-1)/(vm)$ of the work. Weight passes move part of a backward pass into
+bubbles. For any stage, the step takes at least the first pass of every stage before it, all its own passes, and the
+last pass of every stage before it.
 
 | symbol        | argument   | meaning                                                                             |
 |---------------|------------|-------------------------------------------------------------------------------------|
@@ -18,8 +18,8 @@ before one, all passes of that stage, and the last pass of every stage before it
 | $t_i$         | `parts`    | forward and backward of a microbatch                                                |
 
 Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved; arXiv 2104.04473, sections 2.2 and 2.3).
-Not modelled: a send that slows the sender's computation down; a reduction of gradients that holds back the gradient
-sent to the stage before, as FSDP's does in the last backward.
+Not modelled: slowdown of the sender's computation by a send; gradient reductions that delay the gradient sent to the
+previous stage, as FSDP's do in the last backward pass.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ Work = Literal["forward", "backward", "weight", "once"]
 Wait = Literal["pipeline fills", "waits for activation", "waits for gradient", "step ends"]
 
 _WORKS: tuple[Work, ...] = ("forward", "backward", "weight", "once")
-"""By number: those of `Phase`, and what is done once a step."""
+"""Names of the phases of `Phase`, by value, and of once-per-step work."""
 _ONCE = len(Phase)
 _WAITS: dict[Work, Wait] = {
     "forward": "waits for activation",
@@ -50,22 +50,22 @@ _NOT_YET = -1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds of one stage, or of one of its chunks: passes of a microbatch, work once a step, and one transfer."""
+    """Seconds of a stage or a chunk: passes of a microbatch, once-per-step work, and one transfer."""
 
     forward_s: float
     backward_s: float
     weight_s: float = 0.0
-    """Of the backward pass, what a weight pass does under a schedule that has these."""
+    """Part of the backward pass that moves to a weight pass, if the schedule has these."""
     once_s: float = 0.0
     transfer_s: float = 0.0
-    """For which the link from the part before is occupied; the gradient takes as long back."""
+    """Seconds that the link from the previous part is occupied; the gradient takes the same time back."""
     gives_back: bool = True
-    """Whether the gradient goes back: not where nothing before is trained."""
+    """Whether the gradient is sent back, which is not needed if no part before is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One pass of a stage in the timeline; ``microbatch`` is −1 for what is done once a step."""
+    """One pass of a stage in the timeline; ``microbatch`` is −1 for once-per-step work."""
 
     stage: int
     work: Work
@@ -90,19 +90,19 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bubble:
-    """A time in which a stage computes nothing, and what it waits for."""
+    """Idle time of a stage, and the reason."""
 
     stage: int
     reason: Wait
     microbatch: int
-    """Whose pass ends the bubble; −1 where no pass of a microbatch does."""
+    """Microbatch whose pass ends the bubble; −1 if there is none."""
     start_s: float
     end_s: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
-    """All passes of one step. Events are made when they are asked for: most callers want the step time alone."""
+    """All passes of one step. Events are built on first use, because most callers need only the step time."""
 
     step_time_s: float
     pipeline: PipelineConfig
@@ -111,16 +111,16 @@ class Timeline:
 
     @cached_property
     def stages(self) -> tuple[tuple[Event, ...], ...]:
-        """For every stage its passes, those of all its chunks, and what it does once a step, in order of time."""
+        """Passes of each stage, over all its chunks, and its once-per-step work, in order of time."""
         return tuple(tuple(self._events(stage)) for stage in range(self.pipeline.num_stages))
 
     @cached_property
     def sends(self) -> tuple[tuple[Send, ...], ...]:
-        """For every stage the transfers that it begins and that take time, in order."""
+        """Transfers of nonzero duration that each stage sends, in order."""
         return tuple(tuple(self._sends(stage)) for stage in range(self.pipeline.num_stages))
 
     def worked_s(self, stage: int) -> float:
-        """Seconds in which a stage works on its passes, and on what it does once a step behind them."""
+        """Seconds in which a stage works on its passes and its once-per-step work."""
         starts_s, ends_s = self._runs[stage].starts_s, self._runs[stage].ends_s
         passes = slice(-self.pipeline.num_chunks)
         return (
@@ -130,7 +130,7 @@ class Timeline:
         )
 
     def bubbles(self, stage: int) -> tuple[Bubble, ...]:
-        """The times at which a stage does nothing, named by what it waits for."""
+        """Return the idle times of a stage, with their reasons."""
         events = self.stages[stage]
         gaps: list[tuple[Wait, int, float, float]] = [("pipeline fills", events[0].microbatch, 0.0, events[0].start_s)]
         for before, after in pairwise(events):
@@ -143,7 +143,7 @@ class Timeline:
         )
 
     def bubble_share(self) -> float:
-        """The share of the step in which stages compute nothing, averaged over the stages."""
+        """Idle fraction of the step, averaged over the stages."""
         idle_s = sum(
             each.end_s - each.start_s for stage in range(self.pipeline.num_stages) for each in self.bubbles(stage)
         )
@@ -179,7 +179,7 @@ class Timeline:
         return sends
 
     def _place(self, code: int) -> tuple[int, int, int]:
-        """Work, chunk and microbatch of a pass; −1 for what is done once a step."""
+        """Return work, chunk and microbatch of a pass; the microbatch is −1 for once-per-step work."""
         group, microbatch = divmod(code, self.pipeline.num_microbatches)
         work, part = divmod(group, self._table.num_parts)
         return work, part // self.pipeline.num_stages, -1 if work == _ONCE else microbatch
@@ -192,12 +192,12 @@ def simulate(
     overlap_sends: bool = True,
     speeds: Sequence[tuple[int, Sequence[float]]] = (),
 ) -> Timeline:
-    """The timeline of one step.
+    """Simulate one step.
 
-    ``parts`` are those of the model in the order of the layers, as many as the pipeline has: part k lies on stage
-    k mod P. Without ``overlap_sends`` a stage waits until its result has left. Stages that share processor cores have
-    ``speeds``, see `steelyard.cost.shared_cores`; otherwise each has devices of its own.
-    Raises `InvalidPlanError` for a number of microbatches for which the schedule has no order.
+    ``parts``: times of the parts of the model in the order of the layers; part k lies on stage k mod P. Without
+    ``overlap_sends`` a stage waits until its result is sent. ``speeds``: speeds of stages that share processor cores,
+    see `steelyard.cost.shared_cores`; empty if they do not. Raises `InvalidPlanError` if the schedule cannot run the
+    number of microbatches.
     """
     num_stages, num_microbatches = pipeline.num_stages, pipeline.num_microbatches
     assert len(parts) == pipeline.num_parts, "one entry for each part of the model"
@@ -239,7 +239,7 @@ def _pass_table(parts: Sequence[StageTimes], pipeline: PipelineConfig) -> PassTa
 
 
 def _play(runs: Sequence[StageRun], table: PassTable, num_microbatches: int, *, overlap_sends: bool) -> None:
-    """Fills in the times of every run: each stage goes on until an input is missing, and again when it has arrived."""
+    """Fill in the times of every run: each stage runs until an input is missing, and resumes when it has arrived."""
     num_stages = len(runs)
     arrival_s = arrivals(table, num_microbatches, _NOT_YET)
     free_s, link_free_s = [0.0] * num_stages, [0.0] * num_stages**2

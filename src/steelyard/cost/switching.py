@@ -1,12 +1,12 @@
-r"""What it costs to hand what flows from a layer in one layout to the next layer in another.
+r"""Cost of resharding activations between a layer in one layout and the next layer in another.
 
-The stage mesh has small axes; on each, the activation is divided by samples (B), by sequence (S) or replicated (R).
-The steps are those that DTensor's redistribution takes. First, from the innermost axis outwards, each axis changes to
-what is wanted, or to R where the axes outside it that divide the same dim differ from the wanted ones; then, from the
-outermost inwards, what is still different changes. A step from a divided axis to R is an all-gather over that axis,
-one between B and S an all-to-all (gloo has none: an all-gather and a slice), one from R a slice and free. Where the
-order of tokens changes (C, head and tail), every axis that divides the sequence before or after goes through R. The
-gradient goes the other way.
+The stage mesh has small axes. On each axis the activation is divided by samples (B) or by sequence (S), or replicated
+(R). The steps are those of DTensor's redistribution. First, from the innermost axis outwards, each axis changes to the
+target, or to R if the outer axes that divide the same dim differ from the target. Then, from the outermost axis
+inwards, remaining differences change. A step from a divided axis to R is an all-gather over that axis, a step between B
+and S an all-to-all (gloo has none: an all-gather and a slice), a step from R a slice, which is free. If the token order
+changes (C, head and tail), every axis that divides the sequence before or after goes through R. The gradient takes the
+reverse direction.
 
 Source: ``DTensorRedistributePlanner.generate_greedy_transform_infos`` of torch 2.13. Not modelled: overlap with
 compute; neighbouring all-gathers that DTensor merges into one where another layer's group spans just these axes.
@@ -28,20 +28,20 @@ from steelyard.profiles.profile import Collective
 from steelyard.units import Amount
 
 Placement = str
-"""A letter of `steelyard.plan.dimensions.dimension.Placed` for each axis of the stage mesh."""
+"""One letter of `steelyard.plan.dimensions.dimension.Placed` per axis of the stage mesh."""
 Step = tuple[Collective, int, float]
-"""A collective, its axis of the stage mesh, and the tensor's bytes as a fraction of all of it."""
+"""Collective, axis of the stage mesh, and bytes as a fraction of the whole tensor."""
 _Flow = tuple[tuple[int, bool], ...]
-"""Entries of tensors for one sample, and whether the gradient of each is needed."""
+"""Entries per sample of each tensor, and whether its gradient is needed."""
 _HEAD_TAIL = Placed.HEAD_TAIL.value
 _OF_SEQUENCE = {Placed.HEAD_TAIL.value, Placed.SEQUENCE.value}
 
 
 def switch_table(strategies: tuple[Strategy, ...], config: JobConfig) -> NDArray[np.float64]:
-    """[K, S, S] seconds between two strategies' layouts, by the type of the receiving layer, for a microbatch.
+    """Seconds [K, S, S] per microbatch of resharding between two strategies' layouts, by type of the receiving layer.
 
-    There, and the gradient back where it is needed. Every tensor that flows into the layer is redistributed once and by
-    itself: what it reads, and what it hands on to layers behind it.
+    Includes the gradient back if needed. Every tensor that flows into the layer is redistributed once and separately:
+    those that it reads and those that it passes on to later layers.
     """
     found = Switches(strategies, config)
     table: NDArray[np.float64] = found.table()[:, found.layouts[:, None], found.layouts]
@@ -49,20 +49,20 @@ def switch_table(strategies: tuple[Strategy, ...], config: JobConfig) -> NDArray
 
 
 class Switches:
-    """The seconds between D layouts in one configuration, or in M that differ in the number of microbatches."""
+    """Seconds of resharding between D layouts, in one configuration or M that differ in the number of microbatches."""
 
     def __init__(self, strategies: tuple[Strategy, ...], config: JobConfig) -> None:
         numbers: dict[HiddenPlacement, int] = {}
         self.layouts = np.array([numbers.setdefault(each.hidden, len(numbers)) for each in strategies], dtype=np.int64)
-        """[S] the number of each strategy's layout"""
+        """[S] index of each strategy's layout"""
         sizes = mesh_axes(config.devices_per_stage)
         placements = [layout.placements(sizes) for layout in numbers]
         self._flows = _entering(config.job)
         self._costs = [_between(placements, sizes, each, config) for each in dict.fromkeys(self._flows)]
-        """[D, D, M] of each flow"""
+        """Seconds [D, D, M] of each distinct flow."""
 
     def table(self, place: int = 0) -> NDArray[np.float64]:
-        """[K, D, D] in the configuration at this place, by the type of the receiving layer."""
+        """Return seconds [K, D, D] in the configuration of this index, by type of the receiving layer."""
         tables = np.stack([costs[:, :, place] for costs in self._costs])
         if len(tables) == 1:
             return np.broadcast_to(tables[0], (len(self._flows), *tables[0].shape))
@@ -74,10 +74,11 @@ class Switches:
 def border_table(
     before: tuple[Strategy, ...], after: tuple[Strategy, ...], sending: JobConfig, receiving: JobConfig
 ) -> NDArray[np.float64]:
-    """[K, S, S'] the same over the border of two stages: between equal ones as within the one that receives.
+    """Seconds [K, S, S'] as in `switch_table`, but between two stages. Between stages of equal size, the seconds are
+    those within the receiving stage.
 
-    Over a border of unlike sizes the activation arrives in even parts of the layout that is wanted, and the gradient,
-    where it is needed, so of that it came in: each side gathers the copies that its ranks hold.
+    Between stages of different sizes the activation arrives in even parts of the target layout, and the gradient, if
+    needed, in even parts of the layout that the activation had: each side gathers the copies that its ranks hold.
     """
     if sending.devices_per_stage == receiving.devices_per_stage:
         return switch_table((*before, *after), receiving)[:, : len(before), len(before) :]
@@ -88,9 +89,9 @@ def border_table(
 def _gather_seconds(
     strategies: tuple[Strategy, ...], config: JobConfig, *, gradients: bool = False
 ) -> NDArray[np.float64]:
-    """[K, S] seconds to gather what enters a layer where it arrived in even parts and ranks hold copies of it.
+    """Seconds [K, S] to gather a layer's input that arrived in even parts and of which ranks hold copies.
 
-    Or of its ``gradients`` those that are needed.
+    With ``gradients``, only the tensors whose gradients are needed.
     """
     sizes = mesh_axes(config.devices_per_stage)
     whole, even = Placed.WHOLE.value, Placed.BATCH.value
@@ -111,9 +112,10 @@ def _entering(job: Job) -> tuple[_Flow, ...]:
 
 
 def _entering_entries(chain: ModelChain, seq_len: int) -> tuple[_Flow, ...]:
-    """For each layer type the entries of every tensor that flows into its layers, for one sample.
+    """Return the entries per sample of every tensor that flows into layers of each type.
 
-    The most of them where they differ; of a layer type that nothing flows into, which has no switch, as of another.
+    If layers of a type differ, those of the largest flow. A type without input, which needs no resharding, has those of
+    another type.
     """
     entering: dict[int, _Flow] = {}
     for layer in range(1, chain.num_layers):
@@ -129,7 +131,7 @@ def _between(
     flow: _Flow,
     config: JobConfig,
 ) -> NDArray[np.float64]:
-    """[D, D, M] seconds from each placement to each other, there and back, for tensors of a flow."""
+    """Seconds [D, D, M] from each placement to each other, forward and backward, for the tensors of a flow."""
     costs = np.zeros((len(placements), len(placements), len(config.samples)))
     for entries, is_needed in flow:
         step_s = _step_seconds(sizes, entries, config)
@@ -141,7 +143,7 @@ def _between(
 
 
 def _step_seconds(sizes: tuple[int, ...], entries: int, config: JobConfig) -> Callable[[Step], Amount]:
-    """Seconds of a step of a redistribution on the stage mesh, of a tensor of so many entries of each sample."""
+    """Return a function for the seconds of a redistribution step of a tensor with ``entries`` entries per sample."""
     whole_bytes = config.samples * config.job.compute_bytes * entries
     has_all_to_all = config.job.cluster.device.backend.has_all_to_all
 
@@ -158,7 +160,7 @@ def _step_seconds(sizes: tuple[int, ...], entries: int, config: JobConfig) -> Ca
 
 @lru_cache(maxsize=65536)
 def moves(before: Placement, after: Placement, sizes: tuple[int, ...]) -> tuple[Step, ...]:
-    """The steps of a redistribution in their order."""
+    """Return the steps of a redistribution in order."""
     current = list(before)
     found: list[Step] = []
     reordered = [letter == _HEAD_TAIL for letter in before] != [letter == _HEAD_TAIL for letter in after]
@@ -172,7 +174,7 @@ def moves(before: Placement, after: Placement, sizes: tuple[int, ...]) -> tuple[
 
 
 def _change(current: list[str], axis: int, wanted: Placement, sizes: tuple[int, ...]) -> list[Step]:
-    """Changes one axis of ``current`` in place; the collective that it takes, if any."""
+    """Change one axis of ``current`` in place and return the collective that it needs, if any."""
     before, current[axis] = current[axis], wanted
     if before in ("R", wanted):
         return []
@@ -185,6 +187,6 @@ def _change(current: list[str], axis: int, wanted: Placement, sizes: tuple[int, 
 
 
 def _is_nested_otherwise(current: list[str], after: Placement, axis: int) -> bool:
-    """Whether the wanted dim of an axis is divided by other axes outside it now than in the end."""
+    """Return whether the outer axes that divide the target dim of an axis differ from those of the target."""
     dim = after[axis]
     return dim != "R" and any((current[outer] == dim) != (after[outer] == dim) for outer in range(axis))

@@ -1,4 +1,4 @@
-r"""The search problem as numbers: what each layer costs under each strategy, for one pipeline configuration.
+r"""Cost tables of the search: costs of each layer under each strategy, for one pipeline configuration.
 
 With $l = 1..L$ layers of types $k_l$, strategies $s_l$, stages $i = 1..P$ of consecutive layers and $m$ microbatches,
 the step time that the search minimises and the memory that it bounds are
@@ -8,24 +8,24 @@ t_i = c_i + \sum_{l \in i} \Big(t(k_l, s_l) + r(k_l, s_{l-1}, s_l) + \sum_{v:\, 
 
 $$M_i = o_i + \sum_{l \in i} \big(a(k_l, s_l) + n_i\, b(k_l, s_l)\big) + U_i \le M$$
 
-with $U_i = \max_{l \in i} u(k_l, s_l)$ where nothing is freed and no buffers wait, and else as `steelyard.cost.memory`
-defines it.
+with $U_i = \max_{l \in i} u(k_l, s_l)$ if nothing is freed and there are no buffers, and else as defined in
+`steelyard.cost.memory`.
 
-The first layer of the model has no $r$; the first layer of a later stage pays $r$ from the last layer of the stage
-before it, since the receiver redistributes. A cross-layer input $v$ is a value that layers $R_v$ read besides the
-output of the layer before them: an encoder's output read by every decoder layer, a tied embedding's weight read by the
-head.
+The first layer of the model has no $r$. The first layer of a later stage has $r$ from the last layer of the stage
+before it, because the receiver redistributes. A cross-layer input $v$ is a value that layers $R_v$ read in addition to
+the output of the layer before them: an encoder's output read by every decoder layer, a tied embedding's weight read by
+the head.
 
-$v$ is 1 but for schedules that take chunks. There the tables are folded (`steelyard.cost.fold`): a stage holds $v$
-chunks that are cut alike, so one layer of the tables stands for the $v$ layers at the same place of the chunks. Its
-time is that of one chunk's pass, its static bytes those of all, and $n_i$ counts passes in flight. Under a schedule
-with weight passes all times are those of filling the pipeline, a part $f$ (`fill`) of a pass, and $mv/f$ stands in the
-place of $mv$: $\sum_i f t_i + (mv-f)\,\max_i t_i$. No chunk may be left
-without a layer, so the stages with the first and the last layer, which no other chunk has, hold two layers or more.
+The number of chunks $v$ is 1 except under schedules with chunks. Then the tables are folded (`steelyard.cost.fold`):
+a stage holds $v$ identical chunks, and one layer of the tables represents the $v$ layers at the same place of the
+chunks. Its time is that of one chunk's pass, its static bytes those of all chunks, and $n_i$ counts passes in flight.
+Under a schedule with weight passes all times are those of filling the pipeline, a fraction $f$ (`fill`) of a pass, and
+$mv/f$ replaces $mv$: $\sum_i f t_i + (mv-f)\,\max_i t_i$. Every chunk needs a layer, so the stages with the first and
+the last layer, which no other chunk has, hold two layers or more.
 
 | symbol | field                | unit  | meaning                                                                   |
 |--------|----------------------|-------|---------------------------------------------------------------------------|
-| $t$    | `time_s`             | s     | forward + backward of one microbatch, plus 1/m of what is done once a step |
+| $t$    | `time_s`             | s     | forward + backward of one microbatch, plus 1/m of once-per-step work      |
 | $r$    | `switch_s`           | s     | redistribution of one microbatch's activation and its gradient            |
 | $d_v$  | `cross_layer_inputs` | s     | redistribution of an input from its source layer $o_v$ to one reader      |
 | $c_i$  | `transfer_s`         | s     | send and receive between two stages, 0 for the first stage                |
@@ -34,14 +34,13 @@ without a layer, so the stages with the first and the last layer, which no other
 | $u$    | `transient_bytes`    | bytes | largest short-lived memory while the layer runs                           |
 | $n_i$  | `pipeline`           | –     | passes in flight on stage i: min(m, P − i) for 1F1B, m for GPipe          |
 | $v$    | `pipeline`           | –     | parts of the model on every stage                                         |
-| $o_i$  | `overhead_of`        | bytes | per device, whatever the layers: context, buffers                         |
+| $o_i$  | `overhead_of`        | bytes | per device, independent of the layers: CUDA context, buffers              |
+
+With heterogeneous device groups (`Pools`) each strategy belongs to one group, and a stage uses only those of its own
+group. $c_i$ and $o$ are then per stage, and $r$ between strategies of two groups applies at their border.
 
 Source: Miao et al. 2022, Eq. 1; Wang et al. 2023 (Galvatron-BMW, arXiv 2307.02031), Eqs. 3–8.
-Where the stages lie in unlike pools of devices (`Pools`), each strategy is one of a pool, and a stage takes those of
-its own alone; $c_i$ and $o$ are then those of the stage, and $r$ between strategies of two pools is paid at their
-border.
-
-Not modelled: overlap of a switch with compute; memory of cross-layer inputs beyond what their readers' own tables hold.
+Not modelled: overlap of resharding with compute; memory of cross-layer inputs beyond their readers' own tables.
 """
 
 import itertools
@@ -58,35 +57,35 @@ from steelyard.plan.strategy import Strategy
 from steelyard.schedules import PipelineConfig, names_of
 
 LAST = ", last"
-"""Ends the name of a layer type whose layers are the last of a stage."""
+"""Suffix of layer types whose layers are the last of a stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CrossLayerInput:
-    """A value that layers read besides the output of the layer before them; each reader redistributes it for itself."""
+    """A value that layers read in addition to the output of the layer before them; each reader redistributes it."""
 
     source: int
-    """Position in the chain of the layer that makes the value, counted from 0."""
+    """Index of the layer that makes the value, counted from 0."""
     readers: tuple[int, ...]
-    """Positions of the layers that read it, rising, all behind the source."""
+    """Indices of the layers that read it, ascending, all after the source."""
     seconds: NDArray[np.float64]
     """[S, S] per microbatch and reader: strategy of the source, strategy of the reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pools:
-    """What differs between the stages of a pipeline through unlike pools of devices, numbered along it from 0."""
+    """Per-stage values of a pipeline over heterogeneous device groups (pools), numbered in pipeline order from 0."""
 
     of_strategies: NDArray[np.int64]
-    """[S] the pool of each strategy"""
+    """[S] group of each strategy"""
     of_stages: tuple[int, ...]
-    """[P] the pool of each stage, rising"""
+    """[P] group of each stage, ascending"""
     transfer_s: tuple[float, ...]
     """[P] send and receive from the stage before, 0 for the first"""
     overhead_bytes: tuple[int, ...]
-    """[P] with what a device of the stage holds less than one of the roomiest pool"""
+    """[P] overhead, including the difference in memory to the group with the most"""
     order: tuple[int, ...] = ()
-    """Which of the pools at hand these are"""
+    """Indices of these groups among the available ones"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,18 +93,18 @@ class Received:
     """Activations that stages receive, in bytes of a microbatch on one rank, by the D layouts of `CostTables`."""
 
     hidden_bytes: NDArray[np.int64]
-    """[D] of what a layer hands on in a layout"""
+    """[D] bytes of a layer's output in each layout"""
     layouts: NDArray[np.int64]
-    """[D] numbers, the same where nothing changes from one to the other; those of unlike pools differ"""
+    """[D] numbers, equal for layouts between which nothing changes; different for different device groups"""
     kept: tuple[int, ...]
-    """[P] how many of them a stage holds whatever the layout"""
+    """[P] number of activations that a stage holds for any layout"""
     is_apart: NDArray[np.bool_]
-    """[D, D] whether it arrives in even parts, which are those of the receiver"""
+    """[D, D] whether it arrives in even parts of the receiver's layout"""
 
     def num_bytes(self, stage: int, in_flight: int) -> NDArray[np.int64]:
-        """[D, D] what a stage holds of the stage before, by the layouts on both sides of the cut.
+        """Bytes [D, D] of received activations on a stage, by the layouts before and after the stage boundary.
 
-        Where the layout changes, that of every microbatch in flight beside what the first layer saves.
+        If the layout changes, they include every microbatch in flight, in addition to what the first layer saves.
         """
         arriving = np.where(self.is_apart, self.hidden_bytes, self.hidden_bytes[:, None])
         is_new = self.is_apart | (self.layouts[:, None] != self.layouts)
@@ -113,7 +112,7 @@ class Received:
         return found
 
     def of(self, layouts: NDArray[np.int64]) -> Self:
-        """Return those of these layouts, in their order; one may be taken more than once."""
+        """Return the values for these layouts, in order; a layout may occur more than once."""
         return replace(
             self,
             hidden_bytes=self.hidden_bytes[layouts],
@@ -124,7 +123,7 @@ class Received:
     def told_apart(
         self, legal: NDArray[np.bool_], switch: NDArray[np.float64]
     ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-        """The tables [T, D] and [T, D, D] with one more, which tells senders of unlike layouts or bytes apart."""
+        """Return the tables [T, D] and [T, D, D] with one more, which separates senders by layout and bytes."""
         pairs = np.stack([self.layouts, self.hidden_bytes], axis=1)
         numbers = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1).astype(np.float64)
         more = np.repeat(numbers[:, None], len(numbers), axis=1)
@@ -133,17 +132,16 @@ class Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostTables:
-    """Costs of one pipeline configuration; arrays are over K layer types and S strategies, see the module for the
-    symbols."""
+    """Costs of one pipeline configuration, as arrays over K layer types and S strategies; symbols as in the module."""
 
     pipeline: PipelineConfig
-    """With two chunks or more the tables are folded."""
+    """Pipeline configuration; with two chunks or more the tables are folded."""
     layer_types: tuple[str, ...]
     layers: tuple[int, ...]
-    """For each of the L layers in order, the index of its type."""
+    """Type index of each of the L layers in order."""
     strategies: tuple[Strategy, ...]
     legal: NDArray[np.bool_]
-    """[K, S] whether the strategy may be used for the layer type; the other tables are ignored where not."""
+    """[K, S] whether the strategy may be used for the layer type; if not, entries of the other tables are ignored."""
     time_s: NDArray[np.float64]
     """[K, S]"""
     static_bytes: NDArray[np.int64]
@@ -157,28 +155,28 @@ class CostTables:
     transfer_s: float
     overhead_bytes: int
     layouts: NDArray[np.int64] | None = None
-    """[S] which of the D layouts each strategy hands its output on in, and reads in; its own where None"""
+    """[S] index of each strategy's layout for input and output, among D layouts; if None each has its own"""
     cross_layer_inputs: tuple[CrossLayerInput, ...] = ()
     last_types: tuple[int, ...] = ()
-    """[K] the layer type whose bytes a layer of each type takes where it is the last of its stage; itself where
-    empty."""
+    """[K] layer type whose bytes apply if a layer of each type is the last of its stage; if empty, its own type."""
     fill: float = 1.0
-    """What a stage waits for that fills or drains the pipeline, in passes: the times are this part of the real ones."""
+    """Fraction of a pass that a stage waits while the pipeline fills or drains; all times are multiplied by it."""
     stage_bytes: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
-    """[K, S] static bytes beside those of every stage, by the passes in flight on the stages that hold them. Of those
-    that a stage has less, no layer frees anything."""
+    """[K, S] static bytes of stages by their passes in flight, added to those of every stage. Negative ones are also
+    subtracted from what layers free."""
     freed_bytes: NDArray[np.int64] | None = None
-    """[K, S] of those held what is gone once the layer has worked; what it leaves counts against it; none where None"""
+    """[K, S] held bytes that are freed after the layer's backward pass, minus what it leaves; None: nothing is freed"""
     buffers: NDArray[np.int64] | None = None
-    """[3, K, S] what is gathered of a layer for the one behind it alone, or for any, and what it leaves; none: None"""
+    """[3, K, S] bytes gathered of a layer only for the next one, gathered for any other, and left after it; or None"""
     repeats: bool = True
-    """Whether there are several passes: then the last layer of a stage finds what the first one has left."""
+    """Whether there are several passes, so that the last layer of a stage finds the buffer that the first one left."""
     stage_overheads: tuple[int, ...] = ()
-    """[P] bytes of a device that its layers do not share, where stages differ without pools"""
+    """[P] bytes per device that its layers cannot use, if stages differ without pools"""
     received: Received | None = None
-    """What stages hold of those before, where that depends on strategies."""
+    """Received activations, if they depend on strategies."""
     pools: Pools | None = None
-    """Where stages lie in unlike pools; ``transfer_s`` and ``overhead_bytes`` are then the least of all stages."""
+    """Values per stage for heterogeneous device groups; ``transfer_s`` and ``overhead_bytes`` are then the minimum over
+    the stages."""
 
     def __post_init__(self) -> None:
         num_types, num_strategies = len(self.layer_types), len(self.strategies)
@@ -221,27 +219,27 @@ class CostTables:
 
     @property
     def type_names(self) -> tuple[str, ...]:
-        """[K] names of the layer types, without what tells the last of a stage and those of several chunks apart."""
+        """[K] names of the layer types without the suffixes for the last layer of a stage and for chunks."""
         return tuple(name.removesuffix(LAST).partition(" (")[0] for name in self.layer_types)
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is freed and no buffers wait: then a stage's short-lived bytes are the most of any layer."""
+        """Whether nothing is freed and there are no buffers: short-lived bytes are then the maximum over layers."""
         return self.freed_bytes is None and self.buffers is None
 
     @property
     def num_passes(self) -> float:
-        """Passes of a stage, in the times of the tables."""
+        """Passes of a stage in units of the tables' times, which are multiplied by ``fill``."""
         return self.pipeline.num_passes / self.fill if self.fill != 1 else self.pipeline.num_passes
 
     @property
     def layout_of(self) -> NDArray[np.int64]:
-        """[S] the layout of each strategy."""
+        """[S] layout of each strategy."""
         return np.arange(len(self.strategies)) if self.layouts is None else self.layouts
 
     @property
     def switches(self) -> NDArray[np.float64]:
-        """[K, S, S] ``switch_s`` by strategies: large where there are many."""
+        """[K, S, S] ``switch_s`` by strategies: large if there are many."""
         found: NDArray[np.float64] = self.switch_s[:, self.layout_of[:, None], self.layout_of]
         return found
 
@@ -254,19 +252,19 @@ class CostTables:
 
     @property
     def buffers_of(self) -> NDArray[np.int64]:
-        """[3, K, S] the bytes of buffers."""
+        """[3, K, S] bytes of buffers."""
         return np.zeros((3, *self.legal.shape), dtype=np.int64) if self.buffers is None else self.buffers
 
     def freed_of(self, in_flight: int) -> NDArray[np.int64]:
-        """[K, S] bytes that are gone once a layer has worked, on stages with so many passes in flight."""
+        """Bytes [K, S] that are freed after a layer's backward pass, on stages with ``in_flight`` passes in flight."""
         if self.freed_bytes is None:
             return np.zeros_like(self.static_bytes)
         return self.freed_bytes + np.minimum(self.stage_bytes.get(in_flight, 0), 0)
 
     def moments_of(self, layer_types: Sequence[int], strategies: ArrayLike, in_flight: int) -> NDArray[np.int64]:
-        """[..., layers] what these layers of a stage take beside all that they hold, as each of them works.
+        """Bytes [..., layers] beyond the held ones while each of these layers of a stage runs.
 
-        For ``strategies`` [..., layers]; as `steelyard.cost.memory` defines it.
+        ``strategies`` is [..., layers]; the definition is in `steelyard.cost.memory`.
         """
         chosen, own = np.asarray(strategies), list(layer_types)
         works, freed, once, ahead, left = (
@@ -282,16 +280,16 @@ class CostTables:
         return found
 
     def transient_of(self, layer_types: Sequence[int], strategies: ArrayLike, in_flight: int) -> NDArray[np.int64]:
-        """[...] the most of these."""
+        """Maximum of `moments_of` over the layers, [...]."""
         found: NDArray[np.int64] = self.moments_of(layer_types, strategies, in_flight).max(axis=-1)
         return found
 
     def static_of(self, in_flight: int) -> NDArray[np.int64]:
-        """[K, S] static bytes on stages with so many passes in flight."""
+        """Static bytes [K, S] on stages with ``in_flight`` passes in flight."""
         return self.static_bytes + self.stage_bytes.get(in_flight, 0)
 
     def held_bytes(self, in_flight: int) -> NDArray[np.int64]:
-        """[K, S] static bytes and those of so many microbatches in flight; `MOST_BYTES` where they would be more."""
+        """Static bytes [K, S] plus activations of ``in_flight`` microbatches, at most `MOST_BYTES`."""
         static = self.static_of(in_flight)
         if int(self.activation_bytes.max(initial=0)) <= (MOST_BYTES - int(static.max(initial=0))) // in_flight:
             return static + in_flight * self.activation_bytes
@@ -300,8 +298,10 @@ class CostTables:
         return static + np.where(fits, in_flight * np.where(fits, self.activation_bytes, 0), room)
 
     def with_last_types(self, *, apart: Container[int] = (), **tables: NDArray[np.int64]) -> "CostTables":
-        """The tables with these [K, S] for the last layer of every stage, but for the layer types ``apart``, always
-        last."""
+        """Return the tables with additional layer types, with these [K, S] tables, for the last layer of every stage.
+
+        The layer types ``apart`` are always last and keep their own tables.
+        """
         num_types = len(self.layer_types)
         whole: dict[str, Any] = {n: np.concatenate([getattr(self, n), table]) for n, table in tables.items()}
         return replace(
@@ -315,7 +315,7 @@ class CostTables:
         )
 
     def as_plain(self) -> "CostTables":
-        """Tables in which nothing is freed and no layer is another at the end of a stage, which bound from above."""
+        """Return upper bounds: tables in which nothing is freed and the last layer of a stage has no separate type."""
         lasts, count = self.last_types or tuple(range(len(self.layer_types))), self.pipeline.num_stages
         names = ("static_bytes", "activation_bytes", "transient_bytes")
         beside = self.transient_bytes + int(np.where(self.legal, self.buffers_of, 0).max(axis=(1, 2), initial=0).sum())
@@ -331,21 +331,20 @@ class CostTables:
         return replace(whole.select(kept), overhead_bytes=overhead, stage_overheads=())
 
     def switches_of(self, layer_types: Sequence[int]) -> NDArray[np.float64]:
-        """[layer types, D, D] the ``switch_s`` of these layer types; one table for all of them where all layer types
-        share one."""
+        """Return ``switch_s`` [layer types, D, D] of these layer types, as a broadcast view if all types share one."""
         if self.switch_s.strides[0]:
             return self.switch_s[list(layer_types)]
         return np.broadcast_to(self.switch_s[0], (len(layer_types), *self.switch_s.shape[1:]))
 
     def run_types(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """The layer types of these layers where they are the run of a stage."""
+        """Return the layer types of these layers as the run of a stage, with the type for the last one."""
         layer_types = tuple(self.layers[layer] for layer in layers)
         return (*layer_types[:-1], self.last_types[layer_types[-1]]) if self.last_types and layer_types else layer_types
 
     def select(self, layer_types: Sequence[int], layers: Sequence[int] | None = None) -> Self:
-        """The tables with these layer types alone, by their indices, in this order; one may be taken more than once.
+        """Return the tables with only these layer types, by index, in this order; one may occur more than once.
 
-        ``layers`` gives the index of each layer's type among those taken.
+        ``layers`` is the index of each layer's type in the result.
         """
         rows = list(layer_types)
         return replace(
@@ -364,50 +363,50 @@ class CostTables:
         )
 
     def legal_on(self, stage: int) -> NDArray[np.bool_]:
-        """[K, S] whether a stage may use the strategy for the layer type: those of its pool alone."""
+        """Return whether a stage may use each strategy for each layer type [K, S]: only those of its device group."""
         return self.legal if self.pools is None else self.legal & (self.pools.of_strategies == self.pool_of(stage))
 
     def pool_of(self, stage: int) -> int:
-        """The pool that a stage lies in."""
+        """Return the index of a stage's device group."""
         return 0 if self.pools is None else self.pools.of_stages[stage]
 
     def received_s(self, stage: int) -> float:
-        """Seconds to receive from the stage before and to hand the gradient back; 0 for the first stage."""
+        """Seconds to receive from the stage before and to send the gradient back; 0 for the first stage."""
         if self.pools is not None:
             return self.pools.transfer_s[stage]
         return self.transfer_s if stage > 0 else 0.0
 
     @property
     def all_received_s(self) -> float:
-        """The same of all stages together."""
+        """Sum of `received_s` over all stages."""
         return (self.pipeline.num_stages - 1) * self.transfer_s if self.pools is None else sum(self.pools.transfer_s)
 
     def overhead_of(self, stage: int) -> int:
-        """Bytes of a device of a stage that its layers do not share."""
+        """Bytes per device of a stage that its layers cannot use."""
         if self.pools is not None:
             return self.pools.overhead_bytes[stage]
         return self.stage_overheads[stage] if self.stage_overheads else self.overhead_bytes
 
     def rooms(self, budget_bytes: int) -> tuple[int, ...]:
-        """[P] what the layers of each stage may share of a budget per device."""
+        """Bytes [P] of a budget per device that the layers of each stage may use."""
         return tuple(budget_bytes - self.overhead_of(stage) for stage in range(self.pipeline.num_stages))
 
     def likeness(self, stage: int) -> tuple[int, int, int, int, float]:
-        """The same for stages that cost the same whatever layers they hold, but for what lies before and behind."""
+        """Return a key that is equal for stages with the same costs for any layers, except for neighbouring stages."""
         kept = 0 if self.received is None else self.received.kept[stage]
         pool, overhead = self.pool_of(stage), self.overhead_of(stage)
         return self.pipeline.in_flight(stage), pool, overhead, kept, self.received_s(stage)
 
     def least_layers(self, stage: int) -> int:
-        """The fewest layers that ``stage`` may hold."""
+        """Minimum number of layers of ``stage``."""
         return 2 if self._is_folded and stage in (0, self.pipeline.num_stages - 1) else 1
 
     def least_layers_before(self, stage: int) -> int:
-        """The fewest layers that the stages before ``stage`` may hold together."""
+        """Minimum total number of layers of the stages before ``stage``."""
         return stage + (self._is_folded and stage > 0) + (self._is_folded and stage == self.pipeline.num_stages)
 
     def least_layers_behind(self, stage: int) -> int:
-        """The fewest layers that the stages behind ``stage`` may hold together."""
+        """Minimum total number of layers of the stages after ``stage``."""
         return self.least_layers_before(self.pipeline.num_stages) - self.least_layers_before(stage + 1)
 
     @property

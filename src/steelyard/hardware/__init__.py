@@ -1,4 +1,4 @@
-"""What it runs on: devices, links and clusters; every number with its source."""
+"""Devices, links and clusters, with a source for every number."""
 
 from steelyard.hardware.files import (
     HardwareFile,

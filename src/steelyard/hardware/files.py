@@ -1,10 +1,10 @@
-"""The files of this package, checked while they are read: the catalogue of devices and links, and a user's cluster.
+"""Models of the files of this package: the catalogue of devices and links, and a user's cluster file.
 
 File keys carry their unit (``bandwidth_GBps``, ``latency_us``, ``memory_GiB``, ``peak_TFLOPs``) and are converted
 here, once, to bytes, seconds and FLOP. GB is 10^9 bytes, GiB is 2^30 bytes, a TFLOP is 10^12 FLOP.
 
-The catalogue is ``devices.yaml`` and ``links.yaml`` beside this file, every row with its source. A name that is not
-there is an error that lists the nearest ones, never a default.
+The catalogue is ``devices.yaml`` and ``links.yaml`` in this directory, with a source for every row. An unknown name is
+an error that lists the nearest ones, never a default.
 """
 
 import re
@@ -41,7 +41,7 @@ DtypeName = Literal["bf16", "fp16", "fp32", "tf32", "fp8", "mxfp8", "nvfp4"]
 FileModelT = TypeVar("FileModelT", bound="FileModel")
 MICRO = 1e-6
 _MEASURED_TIMES = {"start_us": "start_s", "step_us": "step_s", "climb_us": "climb_s"}
-"""What of a link is measured in time, in microseconds in a file, by what it is called in seconds."""
+"""Measured times of a link: key in files (microseconds) to field name (seconds)."""
 _TAGS = ("by name", "by ports", "in full", "one pool")
 
 
@@ -54,7 +54,7 @@ def _way_of_writing(entry: Any) -> str:
 
 
 class FileModel(BaseModel):
-    """Frozen, and an unknown key is an error that names the nearest known one."""
+    """Base of all file models: frozen, and an unknown key is an error that suggests the nearest known one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
@@ -73,7 +73,7 @@ class FileModel(BaseModel):
 
 
 class MeasuredSpec(FileModel):
-    """What collectives over a link were measured to do; see `MeasuredLink`."""
+    """Measured behaviour of collectives on a link; see `MeasuredLink`."""
 
     rate: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
     start_us: Annotated[FiniteFloat, Field(ge=0)] = 0.0
@@ -86,14 +86,14 @@ class MeasuredSpec(FileModel):
     has_low_latency: bool = True
 
     def to_measured(self) -> MeasuredLink:
-        """The same in seconds."""
+        """Convert to a `MeasuredLink`, with times in seconds."""
         values = dict(self)
         times = {name: values.pop(key) for key, name in _MEASURED_TIMES.items()}
         return MeasuredLink(**values, **{name: each and each * MICRO for name, each in times.items()})
 
     @classmethod
     def of(cls, measured: MeasuredLink) -> "MeasuredSpec":
-        """The same in microseconds."""
+        """Convert from a `MeasuredLink`, with times in microseconds."""
         values = asdict(measured)
         times = {key: values.pop(name) for key, name in _MEASURED_TIMES.items()}
         return cls(**values, **{key: each and each / MICRO for key, each in times.items()})
@@ -102,8 +102,8 @@ class MeasuredSpec(FileModel):
 class LinkSpec(FileModel):
     """A link described in full: peak GB/s per direction, latency in microseconds.
 
-    Inside a node the rate is that of a device; between nodes that of a port, of which a node has ``ports_per_node``
-    (one, where it is left out) for its devices to share.
+    Inside a node the rate is per device. Between nodes it is per port: the devices of a node share ``ports_per_node``
+    ports (default: one).
     """
 
     name: str
@@ -116,7 +116,7 @@ class LinkSpec(FileModel):
     measured: MeasuredSpec = MeasuredSpec()
 
     def to_link(self) -> Link:
-        """The link in bytes/s and seconds."""
+        """Convert to a `Link`, in bytes/s and seconds."""
         return Link(
             name=self.name,
             bytes_per_s=self.bandwidth_GBps * GB,
@@ -129,19 +129,19 @@ class LinkSpec(FileModel):
 
 
 class LinkRow(LinkSpec):
-    """A link of the catalogue, with the other names it goes by."""
+    """A link of the catalogue, with its aliases."""
 
     source: str
     is_network: bool = False
-    """Whether it joins nodes and, where only its name is given, is one port of a node."""
+    """Whether it joins nodes, in which case its name alone means one port per node."""
     aliases: tuple[str, ...] = ()
 
 
 class DeviceSpec(FileModel):
-    """A device described in full; without peaks it is one that only a profile can describe.
+    """A device described in full. Without peaks it needs a measured profile.
 
-    ``kind`` may be left out where the catalogue has a device of this name, whose type and backend are taken, ``vendor``
-    and ``host_GBps`` likewise; ``backend`` where it is the usual one of the device type: nccl for gpu, gloo for cpu.
+    ``kind``, ``vendor`` and ``host_GBps`` default to those of the catalogue device of this name. ``backend`` defaults
+    to that of the device type: nccl for gpu, gloo for cpu.
     """
 
     name: str
@@ -165,10 +165,9 @@ class DeviceSpec(FileModel):
         return self
 
     def to_device(self, known: Device | None = None) -> Device:
-        """The device in bytes, bytes/s and FLOP/s; of a device type that is not stated it is what the ``known`` device
-        is.
+        """Convert to a `Device`, in bytes, bytes/s and FLOP/s. A missing device type is that of the ``known`` device.
 
-        Raises `InvalidClusterError` where neither says of what device type it is.
+        Raises `InvalidClusterError` if neither states the device type.
         """
         if self.kind is None and known is not None:
             device_type, usual = known.type, known.backend
@@ -199,10 +198,10 @@ class DeviceSpec(FileModel):
 
 
 class DeviceRow(DeviceSpec):
-    """A device of the catalogue with the links it comes with.
+    """A device of the catalogue, with its default links.
 
-    ``devices_per_port``: how many devices share one network port. ``switched_devices``: how many devices one switch
-    joins at the speed of ``intra_link``, across node borders.
+    ``devices_per_port``: number of devices that share one network port. ``switched_devices``: number of devices that
+    one switch joins at the speed of ``intra_link``, across nodes.
     """
 
     kind: DeviceType
@@ -216,7 +215,7 @@ class DeviceRow(DeviceSpec):
 
 
 class SharedLink(FileModel):
-    """A catalogue link of which a node has ``ports_per_node``, shared evenly by its devices."""
+    """A catalogue link with ``ports_per_node`` ports, shared evenly by the devices of a node."""
 
     name: str
     ports_per_node: Count
@@ -232,13 +231,13 @@ LinkEntry = Annotated[
 
 
 class Versioned(FileModel):
-    """A whole file, whose version stands first."""
+    """A whole file, with its version first."""
 
     version: Literal[1]
 
 
 class PoolSpec(FileModel):
-    """One pool of a mixed cluster: what a `ClusterFile` has, without its version."""
+    """One device group of a heterogeneous cluster: a `ClusterFile` without its version."""
 
     name: str | None = None
     num_nodes: Count
@@ -250,7 +249,7 @@ class PoolSpec(FileModel):
 
 
 class ClusterFile(PoolSpec, Versioned):
-    """A cluster as a user writes it; a link left out is the one that the catalogue gives the device.
+    """A cluster file. A missing link is the catalogue's default for the device.
 
     .. code-block:: yaml
 
@@ -260,24 +259,24 @@ class ClusterFile(PoolSpec, Versioned):
         devices_per_node: 8
         device: a100-80gb               # or name, kind (gpu, cpu), memory_GiB, peak_TFLOPs, memory_bandwidth_GBps
         intra_link: nvlink-3            # or name, bandwidth_GBps, latency_us
-        inter_link: 4xethernet-100      # ports of a node, one without a number; or name, bandwidth_GBps, latency_us,
+        inter_link: 4xethernet-100      # ports per node, default 1; or name, bandwidth_GBps, latency_us,
                                         # ports_per_node
-        host_memory_GiB: 1024           # what a node's processes may take of its host's memory; not checked without it
+        host_memory_GiB: 1024           # host memory for the processes of a node; not checked without it
     """
 
 
 def _as_tuple(found: object) -> object:
-    """Lists of a plan file as tuples: behind a discriminator pydantic has them as values, no longer as JSON."""
+    """Convert a list of a plan file to a tuple: after a discriminator pydantic no longer parses it as JSON."""
     return tuple(found) if isinstance(found, list) else found
 
 
 class PoolsFile(Versioned):
-    """A cluster of several pools as a user writes it.
+    """A cluster file with several device groups.
 
     .. code-block:: yaml
 
         version: 1
-        link: 4xethernet-100            # between pools, as inter_link between nodes
+        link: 4xethernet-100            # between device groups, written as inter_link
         pools:
           - {num_nodes: 2, devices_per_node: 8, device: h100-80gb}
           - {num_nodes: 4, devices_per_node: 8, device: a100-40gb, inter_link: 4xethernet-100}
@@ -286,7 +285,7 @@ class PoolsFile(Versioned):
     link: LinkEntry | None = None
     pools: Annotated[tuple[PoolSpec, ...], BeforeValidator(_as_tuple)]
     links: Annotated[tuple[LinkEntry, ...] | None, BeforeValidator(_as_tuple)] = None
-    """One for each pool in place of ``link``, where they differ."""
+    """One link per device group, in place of ``link``, if they differ."""
 
 
 HardwareFile = Annotated[
@@ -300,14 +299,14 @@ HardwareFile = Annotated[
 
 
 class Catalogue(Versioned):
-    """The files ``devices.yaml`` and ``links.yaml``."""
+    """Contents of ``devices.yaml`` or ``links.yaml``."""
 
     devices: tuple[DeviceRow, ...] = ()
     links: tuple[LinkRow, ...] = ()
 
 
 def checked(data: Any, model: type[FileModelT], *, where: str) -> FileModelT:
-    """The contents of a parsed file; raises `InvalidClusterError` naming the key that is wrong."""
+    """Validate the contents of a parsed file. Raises `InvalidClusterError`, which names the wrong key."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -322,7 +321,7 @@ def checked(data: Any, model: type[FileModelT], *, where: str) -> FileModelT:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that the user named; raises `InvalidClusterError` when it cannot be read."""
+    """Read a file that the user named. Raises `InvalidClusterError` if it cannot be read."""
     try:
         return read_file(path, most_bytes=MOST_YAML_BYTES)
     except (OSError, ValueError) as error:
@@ -340,30 +339,33 @@ _PORTS = re.compile(r"\s*([1-9][0-9]*)\s*x\s*", re.IGNORECASE)
 
 
 def devices() -> tuple[Device, ...]:
-    """Every device of the catalogue, in the order of its file."""
+    """Return all devices of the catalogue in file order."""
     return tuple(row.to_device() for row in _catalogue("devices.yaml").devices)
 
 
 def links() -> tuple[Link, ...]:
-    """Every link of the catalogue, in the order of its file."""
+    """Return all links of the catalogue in file order."""
     return tuple(row.to_link() for row in _catalogue("links.yaml").links)
 
 
 def find_device(name: str) -> Device:
-    """The catalogue device of that name or alias, in any case; raises `InvalidClusterError` with the nearest names."""
+    """Return the catalogue device of this name or alias, ignoring case.
+
+    Raises `InvalidClusterError`, with the nearest names, if there is none.
+    """
     return _look_up(name, _device_rows(), field="device").to_device()
 
 
 def known_device(name: str) -> Device | None:
-    """The catalogue device of that name or alias, in any case, or None where the catalogue has none."""
+    """Return the catalogue device of this name or alias, ignoring case, or None if there is none."""
     row = _device_rows().get(name.strip().lower())
     return None if row is None else row.to_device()
 
 
 def is_same_device(found: str, device: Device) -> bool:
-    """Whether a driver's name of a device (NVIDIA H100 80GB HBM3) means one of the catalogue (h100-80gb).
+    """Return whether a driver's device name (NVIDIA H100 80GB HBM3) matches a catalogue device (h100-80gb).
 
-    Sizes of memory are left out: every other part of the catalogue's name must occur.
+    Every part of the catalogue's name except memory sizes must occur.
     """
     words = re.findall(r"[a-z0-9]+", found.lower())
     parts = [part for part in device.name.lower().split("-") if not part.endswith("gb")]
@@ -371,16 +373,19 @@ def is_same_device(found: str, device: Device) -> bool:
 
 
 def find_link(name: str) -> Link:
-    """The catalogue link of that name or alias, in any case; raises `InvalidClusterError` with the nearest names."""
+    """Return the catalogue link of this name or alias, ignoring case.
+
+    Raises `InvalidClusterError`, with the nearest names, if there is none.
+    """
     return _look_up(name, _link_rows(), field="link").to_link()
 
 
 def find_network(text: str, *, devices_per_node: int) -> Link:
-    """The link between nodes that a text names, as one of the devices sees it that share the ports of a node.
+    """Return one device's share of the inter-node link that a text names.
 
-    ``ethernet-25`` is one port per node; ``8xinfiniband-ndr``, or a name that begins so or ends in ``per GPU``, says
-    otherwise. What is no network (NVLink) has the rate of its name for every device. Raises `InvalidClusterError` with
-    the nearest names.
+    ``ethernet-25`` is one port per node and ``8xinfiniband-ndr`` eight; a link ending in ``per GPU`` is one per device.
+    A link that is not a network (NVLink) has its full rate for every device. Raises `InvalidClusterError`, with the
+    nearest names, if the link is unknown.
     """
     rows = _link_rows()
     key, ports = text.strip().lower(), _PORTS.match(text)
@@ -393,7 +398,7 @@ def find_network(text: str, *, devices_per_node: int) -> Link:
 
 
 def _unnamed_network(text: str, gigabits: float, rows: Mapping[str, LinkRow]) -> InvalidClusterError:
-    """The error for a network of which only a bandwidth is given, with the names of those that come nearest."""
+    """Return the error for a network given only by its bandwidth, with the links of the nearest bandwidth."""
     rates = {row.name: 8 * row.bandwidth_GBps for row in rows.values() if row.is_network}
     least = min(abs(rate - gigabits) for rate in rates.values())
     names = [name for name, rate in rates.items() if abs(rate - gigabits) == least]
@@ -407,10 +412,10 @@ def _unnamed_network(text: str, gigabits: float, rows: Mapping[str, LinkRow]) ->
 
 
 def default_links(device_name: str, *, num_devices: int) -> tuple[Link, Link]:
-    """The links a catalogue device comes with, inside a node and between nodes, on ``num_devices`` in all.
+    """Return the default links of a catalogue device, inside a node and between nodes, for ``num_devices`` in total.
 
-    Between nodes it is the network of that generation's reference system, or the switch itself while all devices hang
-    on one (``switched_devices``). Raises `InvalidClusterError` for an unknown device.
+    Between nodes it is the network of the generation's reference system, or the switch itself if one joins all devices
+    (``switched_devices``). Raises `InvalidClusterError` if the device is unknown.
     """
     row = _look_up(device_name, _device_rows(), field="device")
     intra_link = find_link(row.intra_link)

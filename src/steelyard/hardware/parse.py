@@ -1,4 +1,4 @@
-"""From what a user names to a `Cluster` and back: ``NODESxDEVICESxDEVICE``, several of them, or a file."""
+"""Parser and writer for clusters: ``NODESxDEVICESxDEVICE``, several of them joined by ``+``, or a file."""
 
 import itertools
 import re
@@ -17,11 +17,11 @@ _SHORT = re.compile(r"\s*([0-9]{1,9})\s*x\s*([0-9]{1,9})\s*x\s*(\S.*?)\s*", re.I
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster named by ``NODESxDEVICESxDEVICE`` (``8x8xh100-80gb``) or by the path of a YAML file.
+    """Return the cluster named by ``NODESxDEVICESxDEVICE`` (``8x8xh100-80gb``) or by the path of a YAML file.
 
-    The short form takes the links that the catalogue gives the device. Raises `InvalidClusterError` for a text that is
-    neither, an unknown device or link (with the nearest names), counts of zero, a file that is not valid, or several
-    pools, which `parse_pools` takes.
+    The short form uses the catalogue's links for the device. Raises `InvalidClusterError` if the text is neither, a
+    device or link is unknown (with the nearest names), a count is zero, the file is invalid, or there are several
+    device groups, for which use `parse_pools`.
     """
     found = parse_pools(text)
     if found.is_mixed:
@@ -35,11 +35,11 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def parse_pools(text: str) -> Cluster:
-    """The cluster that a text names, of one pool as in `parse_cluster` or of several.
+    """Return the cluster that a text names, with one device group as in `parse_cluster` or several.
 
-    Several are joined by a plus, as in ``2x8xh100-80gb+4x8xa100-40gb``, or are listed under ``pools`` in a file. In the
-    short form they are taken to be joined by the slowest of their own networks. Raises as `parse_cluster`, and for a
-    device that is named in two pools.
+    Write several as ``2x8xh100-80gb+4x8xa100-40gb``, or list them under ``pools`` in a file. In the short form the link
+    between them is assumed to be the slowest of their networks. Raises as `parse_cluster`, and if two device groups
+    have the same device.
     """
     if text.strip().lower().endswith((".yaml", ".yml")):
         path = Path(text.strip())
@@ -60,7 +60,7 @@ def parse_pools(text: str) -> Cluster:
 
 
 def _assumed_links(pools: Sequence[Cluster]) -> tuple[Link, ...]:
-    """The slowest network that the catalogue gives one of the pools' devices, for each of them."""
+    """Return, for each device group, the slowest of the catalogue's networks for their devices."""
     networks = [files.default_links(pool.device.name, num_devices=MOST_DEVICES)[1] for pool in pools]
     return (min(networks, key=lambda link: link.bytes_per_s),) * len(pools)
 
@@ -89,7 +89,10 @@ def _short(text: str) -> Cluster:
 
 
 def pools_from_yaml(text: str, *, where: str = "cluster file", name: str = "cluster") -> Cluster:
-    """The cluster, or the pools, of a YAML text; ``name`` is for one that gives none, ``where`` for errors."""
+    """Return the cluster that a YAML text describes.
+
+    ``name`` is the name of a cluster whose text has none; ``where`` names the text in errors.
+    """
     try:
         content = parse_yaml(text)
     except ValueError as error:
@@ -100,10 +103,7 @@ def pools_from_yaml(text: str, *, where: str = "cluster file", name: str = "clus
 
 
 def with_network(cluster: Cluster, network: str) -> Cluster:
-    """The cluster with the named link between its nodes, as `find_network` reads it: what ``--network`` asks for.
-
-    Of several pools, between the nodes of each and between the pools.
-    """
+    """Return the cluster with the named link (see `find_network`) between nodes and device groups, as ``--network``."""
     groups = []
     for each in cluster.groups:
         link = files.find_network(network, devices_per_node=each.devices_per_node)
@@ -113,7 +113,7 @@ def with_network(cluster: Cluster, network: str) -> Cluster:
 
 
 def is_as_named(cluster: Cluster) -> bool:
-    """Whether its name alone, ``NODESxDEVICESxDEVICE``, says what it is, its memory left out."""
+    """Return whether the name ``NODESxDEVICESxDEVICE`` alone describes the cluster, except for its memory."""
     if cluster.is_mixed:
         return all(map(is_as_named, cluster.pools)) and _assumed_links(cluster.pools) == cluster.links
     if _SHORT.fullmatch(cluster.name) is None:
@@ -126,12 +126,12 @@ def is_as_named(cluster: Cluster) -> bool:
 
 
 def hardware_file(cluster: Cluster) -> files.ClusterFile | files.PoolsFile | None:
-    """What a plan keeps of a cluster beside its name: the file that describes it, None where the name says it all."""
+    """Return the cluster file that a plan stores besides the name; None if the name alone describes the cluster."""
     return None if is_as_named(cluster) else cluster_file(cluster)
 
 
 def cluster_file(cluster: Cluster) -> files.ClusterFile | files.PoolsFile:
-    """The file that `cluster_of` reads back as this cluster; what the catalogue has is written by its name."""
+    """Return the file that `cluster_of` reads back as this cluster; devices and links of the catalogue by name."""
     found = []
     for group in cluster.groups:
         device, ports = group.device, group.devices_per_node
@@ -189,9 +189,9 @@ def _link_spec(link: Link, *, ports_per_node: int | None = None) -> files.LinkSp
 
 
 def cluster_of(file: files.ClusterFile | files.PoolsFile, *, name: str) -> Cluster:
-    """The cluster that a file describes; ``name`` is used when the file gives none.
+    """Return the cluster that a file describes; ``name`` is used if the file has none.
 
-    A pool without a name is called as the short form would call it. Raises `InvalidClusterError` for a single pool.
+    A device group without a name is named as in the short form. Raises `InvalidClusterError` if ``pools`` has only one.
     """
     if isinstance(file, files.ClusterFile):
         return Cluster(groups=(_group_of(file, name),))
@@ -239,7 +239,7 @@ def _group_of(file: files.PoolSpec, name: str) -> NodeGroup:
 
 
 def _network(entry: files.LinkEntry | None, devices_per_node: int) -> Link | None:
-    """The link of a device that leads out of its node, None where none is written."""
+    """Return the link of a device out of its node, or None if the entry is None."""
     if isinstance(entry, str):
         return files.find_network(entry, devices_per_node=devices_per_node)
     return None if entry is None else _link_of(entry, devices_per_node=devices_per_node, ports_unsaid=1)

@@ -2,8 +2,7 @@ r"""Devices, links and clusters as values: rates in FLOP/s and bytes/s, memory i
 
 Ranks are node-major: with $D$ devices per node, rank $r$ is device $r \bmod D$ of node $\lfloor r / D \rfloor$.
 
-Not modelled: more than two levels of links in a group, unlike links between its nodes, and switches that are
-oversubscribed.
+Not modelled: more than two levels of links in a group, different links between its nodes, and oversubscribed switches.
 """
 
 import math
@@ -20,46 +19,46 @@ from steelyard.units import GB, format_bytes
 _PROFILE_HINT = "run `steelyard profile -o profile.json` on this machine and pass --profile profile.json"
 
 DeviceType = Literal["gpu", "cpu"]
-"""A gpu has streams beside which the host goes on, a context of its own and an allocator that keeps a reserve; a cpu, a
-process of the host, has none of them."""
+"""A gpu has asynchronous streams, its own context and a caching allocator. A cpu is a process of the host and has none
+of these."""
 Vendor = Literal["nvidia", "amd"]
 
 
 class Backend(StrEnum):
-    """The library that carries collectives, by torch's name for it."""
+    """Library that runs collectives, by its name in torch."""
 
     NCCL = "nccl"
     GLOO = "gloo"
 
     @property
     def has_all_to_all(self) -> bool:
-        """Whether it has the operation; without it DTensor gathers all and cuts a part out."""
+        """Whether it has an all-to-all; without one, DTensor all-gathers and slices."""
         return self is not Backend.GLOO
 
     @property
     def copies_what_it_scatters(self) -> bool:
-        """Whether it reduces a copy of what it scatters, as large as the tensor itself."""
+        """Whether a reduce-scatter reduces a full copy of its tensor."""
         return self is Backend.GLOO
 
 
 USUAL_BACKENDS: Mapping[DeviceType, Backend] = {"gpu": Backend.NCCL, "cpu": Backend.GLOO}
-"""The backend that torch takes for a device type."""
+"""Torch's default backend for a device type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator (or one CPU process) as the framework sees it.
+    """An accelerator (or a CPU process) as the framework sees it.
 
-    ``type`` and ``backend``: what it is and what carries its collectives; neither follows from which rates are known.
-    ``vendor``: whose a gpu is; None for a cpu, and where nobody said.
-    ``memory_bytes``: what torch reports as the device's total, which is below the data sheet; None when unknown.
-    ``peak_flop_per_s``: dense matmul peak per dtype name (``bf16``, ``fp16``, ``fp32``; also ``tf32`` and ``fp8`` where
-    the device has them). ``fp32`` is the true fp32 rate, which torch uses by default; ``tf32`` must be switched on.
-    Empty for a device that only a profile can describe. ``memory_bytes_per_s``: peak of the device memory, or None.
-    ``host_bytes_per_s``: what copies from or to pinned memory of the host reach; None where nobody said, and for a cpu,
-    whose memory is the host's.
-    ``source``: address of the data sheet. Raises `InvalidClusterError` for numbers that are not positive and finite,
-    and for a backend that does not go with the device type.
+    ``type`` and ``backend``: device type and collective library, independent of which rates are known.
+    ``vendor``: vendor of a gpu; None for a cpu, or if unknown.
+    ``memory_bytes``: total memory as torch reports it, which is below the data sheet; None if unknown.
+    ``peak_flop_per_s``: dense matmul peak per dtype name (``bf16``, ``fp16``, ``fp32``; also ``tf32`` and ``fp8`` if
+    the device has them). ``fp32`` is the true fp32 rate, which torch uses by default; ``tf32`` must be enabled.
+    Empty for a device that only a profile can describe. ``memory_bytes_per_s``: peak bandwidth of the device memory, or
+    None. ``host_bytes_per_s``: bandwidth of copies from or to pinned host memory; None if unknown, and for a cpu, whose
+    memory is the host's.
+    ``source``: address of the data sheet. Raises `InvalidClusterError` if a number is not positive and finite, or if
+    the backend does not match the device type.
     """
 
     name: str
@@ -92,18 +91,18 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it has streams, a context and an allocator of its own."""
+        """Whether the device is a gpu, with its own streams, context and allocator."""
         return self.type == "gpu"
 
     @property
     def needs_profile(self) -> bool:
-        """Whether no rates are known, so that only a profile can tell how fast the device is."""
+        """Whether no rates are known, in which case the device needs a measured profile."""
         return not self.peak_flop_per_s
 
     def peak(self, dtype: str, instead: Sequence[str] = get_args(LayerPrecision)) -> float:
         """Dense matmul peak for a dtype name, in FLOP/s.
 
-        Raises `InvalidClusterError` when it is not known, which advises the fastest precision of ``instead`` that is.
+        Raises `InvalidClusterError` if it is unknown, and suggests the fastest precision of ``instead`` that is known.
         """
         if dtype in self.peak_flop_per_s:
             return self.peak_flop_per_s[dtype]
@@ -125,7 +124,7 @@ class Device:
         )
 
     def known_memory_bytes(self) -> int:
-        """Usable memory in bytes; raises `InvalidClusterError` when neither catalogue nor cluster file states it."""
+        """Usable memory in bytes. Raises `InvalidClusterError` if neither catalogue nor cluster file states it."""
         if self.memory_bytes is None:
             raise InvalidClusterError(
                 field="memory",
@@ -136,7 +135,7 @@ class Device:
         return self.memory_bytes
 
     def known_memory_bytes_per_s(self) -> float:
-        """Peak rate of the device memory, in bytes/s; raises `InvalidClusterError` when it is not known."""
+        """Peak bandwidth of the device memory in bytes/s. Raises `InvalidClusterError` if it is unknown."""
         if self.memory_bytes_per_s is None:
             raise InvalidClusterError(
                 field="device",
@@ -149,14 +148,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLink:
-    """What collectives inside a node were measured to do beyond a rate and a latency; `steelyard.cost.communication`.
+    """Measured behaviour of collectives on a link beyond rate and latency; see `steelyard.cost.communication`.
 
-    ``rate``: part that is reached of what other links reach of theirs; ``start_s`` of every collective; ``step_s`` of
-    one step of a ring of small messages, None for the link's latency; ``climb_s``: how slowly the rate climbs with the
-    message; ``few_ranks``: over the square of the ranks, the part of the rate that is lost; ``crowding``: power of half
-    the ranks by which the rate falls where messages pass through the host's memory; ``all_reduce_gain``: rate of an
-    all-reduce over that of a gather (reduction in the switch); ``tree_rate``: rate of an all-reduce along a tree of
-    nodes over that of a ring; ``has_low_latency``: whether a network carries messages in small flagged pieces as well.
+    ``rate``: fraction of the rate that is reached, relative to other links; ``start_s``: start-up time of every
+    collective; ``step_s``: time of one ring step of small messages, None for the link's latency; ``climb_s``: constant
+    of how slowly the rate rises with the message size; ``few_ranks``: divided by the squared number of ranks, the
+    fraction of the rate that is lost; ``crowding``: exponent of half the number of ranks by which the rate falls if
+    messages pass through host memory; ``all_reduce_gain``: rate of an all-reduce relative to an all-gather (reduction
+    in the switch); ``tree_rate``: rate of an all-reduce over a tree of nodes relative to a ring; ``has_low_latency``:
+    whether a network also has NCCL's low-latency protocol (LL128).
     """
 
     rate: float = 1.0
@@ -170,12 +170,12 @@ class MeasuredLink:
     has_low_latency: bool = True
 
     def left(self, num_ranks: int) -> float:
-        """The part of its rate that so many ranks of one node reach."""
+        """Return the fraction of its rate that ``num_ranks`` ranks of one node reach."""
         return float(self.rate * (1 - self.few_ranks / num_ranks**2) * (2 / num_ranks) ** self.crowding)
 
 
 UNMEASURED = MeasuredLink()
-"""A link of which no more is known than its rate and its latency."""
+"""Values for a link of which only rate and latency are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +183,9 @@ class Link:
     """A connection between devices.
 
     ``bytes_per_s``: peak per device and per direction (a data sheet's "900 GB/s bidirectional" is 450e9 here).
-    ``latency_s``: time of one step of a ring collective that carries no bytes. ``needs_profile``: both numbers are
-    nominal and only a profile can tell (processes of one host). Raises `InvalidClusterError` for a rate that is not
-    positive or a latency that is negative.
+    ``latency_s``: time of one step of a ring collective that carries no bytes. ``needs_profile``: whether both numbers
+    are nominal and must be measured (processes of one host). Raises `InvalidClusterError` if the rate is not positive
+    or the latency is negative.
     """
 
     name: str
@@ -204,15 +204,14 @@ class Link:
             )
 
     def rate_text(self, num_devices: int = 1) -> str:
-        """The rate, and what is left of it for each of the devices of a node where they crowd one another:
-        ``31.5 GB/s, 1.69 among 8``."""
+        """Format the rate, and the rate per device if all devices of a node share it: ``31.5 GB/s, 1.69 among 8``."""
         rate = f"{self.bytes_per_s / GB:,.3g} GB/s"
         if not self.measured.crowding or num_devices < 3:
             return rate
         return f"{rate}, {self.measured.left(num_devices) * self.bytes_per_s / GB:.3g} among {num_devices}"
 
     def shared(self, *, num_ports: int, num_devices: int) -> "Link":
-        """This link as one device sees it when the ``num_devices`` of a node share ``num_ports`` such ports."""
+        """Return the share of this link for one of ``num_devices`` devices of a node with ``num_ports`` such ports."""
         _require_positive("num_ports", num_ports)
         _require_positive("num_devices", num_devices)
         if num_ports == num_devices:
@@ -223,11 +222,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroup:
-    """Equal nodes of equal devices: ``intra_link`` joins the devices of a node, ``inter_link`` the nodes.
+    """Identical nodes of identical devices: ``intra_link`` joins the devices of a node, ``inter_link`` the nodes.
 
-    ``inter_link`` may be None on one node only; ``outer_link`` joins a device to those of other groups, None where
-    there are none. ``host_memory_bytes`` is what the processes of a node may take of its host's memory; None where
-    nobody said. Raises `InvalidClusterError` for counts below one or a missing inter-node link.
+    ``inter_link`` may be None only with one node; ``outer_link`` joins a device to those of other groups, None if there
+    are none. ``host_memory_bytes`` is the host memory that the processes of a node may use; None if unknown. Raises
+    `InvalidClusterError` if a count is below one or the inter-node link is missing.
     """
 
     name: str
@@ -254,7 +253,7 @@ class NodeGroup:
 
     @property
     def num_devices(self) -> int:
-        """Devices in all nodes together."""
+        """Number of devices in all nodes."""
         return self.num_nodes * self.devices_per_node
 
     def __str__(self) -> str:
@@ -265,11 +264,11 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """One group of equal nodes, or several pools: groups of unlike devices, each by its own name.
+    """One device group, or several groups of different devices, each with a unique name.
 
-    Ranks are node-major, those of a group after those of the group before it. Raises `InvalidClusterError` for more
-    than `MOST_DEVICES`, and for several groups of one name, of one with a plus in it, of GPUs of two vendors, or
-    without a link to the others.
+    Ranks are node-major and follow the order of the groups. Raises `InvalidClusterError` if there are more than
+    `MOST_DEVICES` devices, if two groups have the same name, if a name contains a plus, if groups have GPUs of
+    different vendors, or if a link between groups is missing.
     """
 
     groups: tuple[NodeGroup, ...]
@@ -309,22 +308,22 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """The names of the groups, joined by a plus."""
+        """Group names, joined by a plus."""
         return "+".join(each.name for each in self.groups)
 
     @property
     def num_devices(self) -> int:
-        """Devices of all groups together, which is the number of ranks."""
+        """Number of devices of all groups, which is the number of ranks."""
         return sum(each.num_devices for each in self.groups)
 
     @property
     def pools(self) -> "tuple[Cluster, ...]":
-        """Each group as a cluster."""
+        """Clusters of one group each."""
         return tuple(Cluster(groups=(each,)) for each in self.groups)
 
     @property
     def links(self) -> tuple[Link | None, ...]:
-        """What joins a device of each group to those of the others; None where there are none."""
+        """Link of each group to the other groups; None if there are no others."""
         return tuple(each.outer_link for each in self.groups)
 
     @property
@@ -334,46 +333,46 @@ class Cluster:
 
     @property
     def group(self) -> NodeGroup:
-        """Its group; only where there is one, as all below."""
+        """The device group. This and the properties below require a cluster of one group."""
         (only,) = self.groups
         return only
 
     @property
     def num_nodes(self) -> int:
-        """Its nodes."""
+        """Number of nodes."""
         return self.group.num_nodes
 
     @property
     def devices_per_node(self) -> int:
-        """The devices of a node."""
+        """Number of devices per node."""
         return self.group.devices_per_node
 
     @property
     def device(self) -> Device:
-        """What each of its devices is."""
+        """Device of the group."""
         return self.group.device
 
     @property
     def intra_link(self) -> Link:
-        """What joins the devices of a node."""
+        """Link between the devices of a node."""
         return self.group.intra_link
 
     @property
     def inter_link(self) -> Link | None:
-        """What joins the nodes."""
+        """Link between the nodes."""
         return self.group.inter_link
 
     @property
     def host_memory_bytes(self) -> int | None:
-        """Bytes of its host's memory that the processes of a node may take, where that is known."""
+        """Host memory in bytes that the processes of a node may use; None if unknown."""
         return self.group.host_memory_bytes
 
     def on(self, **changes: Any) -> "Cluster":
-        """The cluster with these fields of its one group changed."""
+        """Return the cluster with these fields of its one group changed."""
         return Cluster(groups=(replace(self.group, **changes),))
 
     def with_memory(self, memory_bytes: int) -> "Cluster":
-        """The same cluster where each device offers ``memory_bytes``: what ``--memory`` asks for."""
+        """Return the cluster with ``memory_bytes`` per device, as ``--memory``."""
         groups = (replace(each, device=replace(each.device, memory_bytes=memory_bytes)) for each in self.groups)
         return Cluster(groups=tuple(groups))
 
@@ -383,7 +382,7 @@ class Cluster:
 
 
 def joined_pools(pools: Sequence[Cluster], links: Sequence[Link | None]) -> Cluster:
-    """These clusters of one group as one, with the link of each to the others."""
+    """Join clusters of one group each into one cluster, with the link of each to the others."""
     groups = (replace(pool.group, outer_link=link) for pool, link in zip(pools, links, strict=True))
     return Cluster(groups=tuple(groups))
 

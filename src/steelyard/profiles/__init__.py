@@ -1,1 +1,1 @@
-"""Measured and traced numbers as data: per layer type and per collective; when, where and how."""
+"""Measured and traced costs per layer type and collective, with their time, place and method."""

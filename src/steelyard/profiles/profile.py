@@ -1,11 +1,11 @@
-"""A profile: what one layer of each type needs, counted on fake tensors or measured on real devices; versioned JSON.
+"""Profile of a model, as versioned JSON: costs of one layer of each type, counted on fake tensors or measured.
 
-Quantities of a layer that grow with the batch are affine in the samples that one rank holds: ``constant`` +
-``per_sample`` × samples. Shapes are those of one rank: a layer of tensor-parallel degree 4 has a quarter of the heads.
+Quantities of a layer that grow with the batch are affine in the samples of one rank: ``constant`` + ``per_sample`` ×
+samples. Shapes are those of one rank: a layer of tensor-parallel degree 4 has a quarter of the heads.
 
-Traced profiles (``method: traced``) carry work (FLOP and bytes) that the cost model prices on a catalogue device;
-measured profiles (``method: measured``) carry seconds as well, and the seconds of collectives. Two measurements of one
-thing are joined to one with the samples, shapes and collectives of both.
+Traced profiles (``method: traced``) have work (FLOP and bytes) that the cost model prices on a catalogue device.
+Measured profiles (``method: measured``) also have seconds of layers and of collectives. Two measurements of the same
+model and devices can be merged into one profile with the samples, shapes and collectives of both.
 """
 
 import math
@@ -33,20 +33,19 @@ from steelyard.precision import LayerPrecision
 from steelyard.profiles.shapes import Affine, AttentionCall, Product, ProfilePart
 
 RematChoice = Literal["selective", "full"]
-"""The choices that compute something again."""
+"""Remat choices that recompute something."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
 
 class Work(ProfilePart):
-    """What one direction of a layer asks of a device.
+    """Work of one pass of a layer on a device.
 
-    ``matmul_flop`` and ``attention_flop`` run on the matrix units; ``matmul_bytes`` is what the former read and write,
-    ``memory_bytes`` what all other operations do; ``num_kernels`` counts operations that launch a kernel.
-    ``low_precision_flop`` are those of ``matmul_flop`` that multiply operands of 8 bits;
-    ``expert_weight_bytes`` are those of ``matmul_bytes`` that are weights of routed experts, or their gradients;
-    ``expert_kernels`` those of ``num_kernels`` that each of a rank's experts has of its own.
-    ``products`` and ``attention`` are the shapes of these kernels: convolutions have none, nor have counts that were
-    made before shapes were kept.
+    ``matmul_flop`` and ``attention_flop`` run on the matrix units. ``matmul_bytes`` are read and written by matmuls and
+    attention, ``memory_bytes`` by all other operations. ``num_kernels`` counts kernel launches.
+    ``low_precision_flop`` is the part of ``matmul_flop`` with 8-bit operands, ``expert_weight_bytes`` the part of
+    ``matmul_bytes`` that is weights of routed experts or their gradients, and ``expert_kernels`` the part of
+    ``num_kernels`` that is launched separately for each of a rank's experts. ``products`` and ``attention`` are the
+    shapes of matmuls and attention; convolutions and profiles from before shapes were recorded have none.
     """
 
     matmul_flop: Affine
@@ -61,7 +60,7 @@ class Work(ProfilePart):
     attention: tuple[AttentionCall, ...] = ()
 
     def with_experts_over(self, degree: int) -> "Work":
-        """The same where a rank reads the weights of one in ``degree`` of the experts alone."""
+        """Return the work of a rank that reads only the weights of 1 in ``degree`` experts."""
         left = self.expert_weight_bytes / degree
         fewer = self.matmul_bytes.constant - (self.expert_weight_bytes - left)
         own_kernels = self.expert_kernels // degree
@@ -77,7 +76,7 @@ class Work(ProfilePart):
 
 
 class CollectiveCount(ProfilePart):
-    """Calls of one collective over the tensor-parallel ranks in one direction of a layer.
+    """Calls of one collective over the tensor-parallel ranks in one pass of a layer.
 
     ``tensor_bytes`` is the size of the whole tensor that is reduced or gathered, summed over the ``count`` calls.
     """
@@ -88,30 +87,30 @@ class CollectiveCount(ProfilePart):
 
 
 class MeasuredTime(ProfilePart):
-    """Seconds of one layer for this many samples on a rank, tensor-parallel collectives included.
+    """Seconds of one layer for ``samples`` samples on a rank, including tensor-parallel collectives.
 
-    ``selective_s`` and ``full_s`` are what a remat choice adds to a forward and a backward pass together.
+    ``selective_s`` and ``full_s`` are the seconds that a remat choice adds to forward and backward pass together.
     """
 
     samples: Samples
     forward_s: PositiveSeconds
     backward_s: PositiveSeconds
     selective_s: Seconds | None = None
-    """Absent where the choice is not for the layer, or was not measured."""
+    """Absent if the choice does not apply to the layer or was not measured."""
     full_s: Seconds | None = None
-    """Absent where it was not measured."""
+    """Absent if it was not measured."""
 
     def faster(self, speed: float) -> Self:
-        """The time on a rank that is so many times as fast."""
+        """Return the times on a rank that is ``speed`` times as fast."""
         return self.model_copy(
             update={name: seconds / speed for name, seconds in self if name.endswith("_s") and seconds is not None}
         )
 
 
 class Recomputation(ProfilePart):
-    """A layer under one remat choice: what it holds, and what its backward pass does beyond that of no remat.
+    """A layer under one remat choice: its bytes, and the additional work of its backward pass.
 
-    The bytes stand in the place of those of the layer of the same name.
+    The bytes replace the fields of the same name in `LayerProfile`.
     """
 
     remat: RematChoice
@@ -123,19 +122,18 @@ class Recomputation(ProfilePart):
 
 
 Shape = Mapping[str, int]
-"""The degrees, by name, that divide a layer itself, so that its shapes on a rank are others: tp, and sp beside it."""
+"""Degrees, by name, that change the shapes of a layer on a rank: tp, and sp alongside tp."""
 
 
 class LayerProfile(ProfilePart):
-    """One layer type under the degrees that change its shapes; none of them where they are 1.
+    """One layer type under the degrees that change its shapes; degrees of 1 are omitted.
 
-    ``num_params`` on one rank of this shape, before any data sharding, ``expert_params`` of them in routed experts;
-    ``frozen_params`` and ``frozen_expert_params`` are those that a plan does not train;
-    ``saved_bytes`` kept for backward without remat (its input included); ``input_bytes`` of the activation that enters;
-    ``forward_transient_bytes`` and ``backward_transient_bytes`` are the peaks of short-lived memory beyond saved
-    activations, parameters and their gradients; ``recomputations`` has one entry per remat choice that the layer may
-    take; ``buffer_bytes`` of tensors that are kept and not trained, and of the steps that AdamW counts for each
-    parameter.
+    ``num_params``: parameters on one rank before data sharding, ``expert_params`` of them in routed experts;
+    ``frozen_params`` and ``frozen_expert_params``: the part that is not trained. ``saved_bytes``: saved for backward
+    without remat, including the input; ``input_bytes``: input activation. ``forward_transient_bytes`` and
+    ``backward_transient_bytes``: peak of short-lived memory beyond saved activations, parameters and their gradients.
+    ``recomputations``: one entry per remat choice of the layer. ``buffer_bytes``: buffers that are not trained, and
+    AdamW's step count of each parameter.
     """
 
     kind: str
@@ -155,21 +153,20 @@ class LayerProfile(ProfilePart):
     recomputations: tuple[Recomputation, ...]
     buffer_bytes: Bytes = 0
     key_value_bytes: Affine = Affine()
-    """Keys and values that attention reads."""
+    """Bytes of keys and values that attention reads."""
     attention_bytes: Affine = Affine()
-    """Queries, keys, values and results of attention."""
+    """Bytes of queries, keys, values and outputs of attention."""
     adapter_inputs: Affine = Field(default=Affine(), exclude_if=lambda line: line == Affine())
-    """Entries of the inputs of adapters, of each by itself."""
+    """Entries of the inputs of all adapters, counted for each adapter separately."""
     shared_adapter_inputs: Affine = Field(default=Affine(), exclude_if=lambda line: line == Affine())
-    """Entries of tensors that are saved for adapters alone, of each once however many of them read it."""
+    """Entries of tensors that are saved only for adapters, each counted once even if several adapters read it."""
     square_flop: Affine | None = None
-    """FLOP of attention in a forward pass if every query saw every key; absent in profiles written before it was
-    counted."""
+    """Attention FLOP of a forward pass if every query attended to every key; absent in older profiles."""
     divided_experts: tuple["LayerProfile", "LayerProfile"] | None = None
-    """The layer where ranks divide its routed experts: on a rank that computes as many pairs of a token and an expert
-    as its own tokens have, and on one that computes twice as many. Absent where it has none."""
+    """The layer under expert parallelism, on a rank that computes as many token-expert pairs as its own tokens have and
+    on a rank that computes twice as many. Absent without routed experts."""
     times: tuple[MeasuredTime, ...] = ()
-    """Fewest samples first, each number of samples once."""
+    """Measured times in ascending order of samples, without duplicates."""
 
     def __hash__(self) -> int:
         work = self.forward.matmul_flop.per_sample, self.forward.matmul_bytes.constant  # the latter differs by ep
@@ -177,12 +174,12 @@ class LayerProfile(ProfilePart):
 
     @property
     def has_backward(self) -> bool:
-        """Whether there is a backward pass: not where nothing is trained of the layer and before it."""
+        """Whether there is a backward pass: there is none if the layer and all layers before it are frozen."""
         return self.frozen_params < self.num_params or self.backward.num_kernels > 0
 
     @property
     def trained(self) -> "LayerProfile":
-        """The same with the parameters alone that are trained."""
+        """The layer with only its trained parameters."""
         if not self.frozen_params:
             return self
         left = {"num_params": self.num_params - self.frozen_params, "frozen_params": 0, "frozen_expert_params": 0}
@@ -190,7 +187,7 @@ class LayerProfile(ProfilePart):
 
     @property
     def shape_text(self) -> str:
-        """The degrees in words, ``tp 4, sp 4``, or ``undivided``."""
+        """Degrees as text, ``tp 4, sp 4``, or ``undivided``."""
         return ", ".join(f"{name} {degree}" for name, degree in self.degrees.items()) or "undivided"
 
     @model_validator(mode="after")
@@ -206,12 +203,11 @@ class LayerProfile(ProfilePart):
         return self
 
     def with_divided_experts(self, degree: int, imbalance: float) -> "LayerProfile":
-        """The layer where ``degree`` ranks divide its experts, on one that computes ``imbalance`` times its own
-        tokens' pairs.
+        """Return the layer with experts divided over ``degree`` ranks, on a rank with ``imbalance`` times the pairs.
 
-        What it does and holds lies on the line through what was counted for 1 and for 2: peaks are convex, so between
-        these the line is an upper bound. Collectives are those for 1, and weights that products read those of the
-        rank's own experts. Raises `InvalidProfileError` where nothing was counted.
+        Work and bytes are interpolated linearly between the counts for an imbalance of 1 and of 2. Peaks are convex, so
+        the line is an upper bound between these. Collectives are those for 1; products read only the weights of the
+        rank's own experts. Raises `InvalidProfileError` if nothing was counted.
         """
         if self.divided_experts is None:
             raise InvalidProfileError(
@@ -227,7 +223,7 @@ class LayerProfile(ProfilePart):
         def work(one: Work, two: Work) -> Work:
             names = ("matmul_flop", "low_precision_flop", "attention_flop", "matmul_bytes", "memory_bytes")
             lines = {name: _between(getattr(one, name), getattr(two, name), imbalance) for name in names}
-            is_alike = len(one.products) == len(two.products)  # not where equal products of one are unlike in the other
+            is_alike = len(one.products) == len(two.products)  # not if products merged in one differ in the other
             pairs = zip(one.products, two.products, strict=True) if is_alike else ()
             products = tuple(each.between(other, imbalance) for each, other in pairs)
             return one.model_copy(update={**lines, "products": products}).with_experts_over(degree)
@@ -243,7 +239,7 @@ class LayerProfile(ProfilePart):
         return even.model_copy(update={**lines, **works, "recomputations": again, "times": self.times})
 
     def recomputation(self, remat: str) -> Recomputation:
-        """The layer under a remat choice; raises `InvalidProfileError` where the profile has no entry for it."""
+        """Return the layer under a remat choice. Raises `InvalidProfileError` if the profile has no entry for it."""
         for entry in self.recomputations:
             if entry.remat == remat:
                 return entry
@@ -257,7 +253,7 @@ class LayerProfile(ProfilePart):
     def recomputation_s(self, remat: str, samples: float) -> float:
         """Measured seconds that a remat choice adds to forward and backward together, at ``samples`` as in `time_s`.
 
-        Raises `InvalidProfileError` where they were not measured.
+        Raises `InvalidProfileError` if they were not measured.
         """
         measured = self.time_s(samples)
         seconds = measured.full_s if remat == "full" else measured.selective_s
@@ -271,17 +267,17 @@ class LayerProfile(ProfilePart):
         return seconds
 
     def reaches(self, samples: float) -> bool:
-        """Whether the measured times hold for so many samples on a rank, or for a part of one."""
+        """Return whether the measured times cover this number of samples on a rank, which may be below one."""
         whole = 1 if 0 < samples < 1 else samples
         return bool(self.times) and self.times[0].samples <= whole * 2 and samples <= 2 * self.times[-1].samples
 
     def time_s(self, samples: float) -> MeasuredTime:
         """Measured seconds at ``samples``, linear between measured sizes.
 
-        Above the measured range the last two sizes are continued up to twice the largest, but never below a quarter of
-        what that took per sample; below it the first two down to half the smallest, but never below what that took per
-        sample. Further away raises `InvalidProfileError`, since nothing is extrapolated in silence. A part of a sample,
-        which a rank with a part of the tokens has, is in reach where one sample is.
+        Extrapolates from the last two sizes up to twice the largest size, with at least a quarter of its time per
+        sample, and from the first two sizes down to half the smallest size, with at least its time per sample. Raises
+        `InvalidProfileError` outside this range. A fraction of a sample, as on a rank with part of the tokens, is
+        within range if one sample is.
         """
         sizes = [time.samples for time in self.times]
         if not self.reaches(samples):
@@ -306,7 +302,7 @@ _DIRECTIONS = ("forward", "backward")
 
 
 def _between(one: Affine, two: Affine, place: float) -> Affine:
-    """At ``place`` on the line that is ``one`` at 1 and ``two`` at 2."""
+    """Interpolate at ``place`` on the line that is ``one`` at 1 and ``two`` at 2."""
     return Affine(
         constant=one.constant + (place - 1) * (two.constant - one.constant),
         per_sample=one.per_sample + (place - 1) * (two.per_sample - one.per_sample),
@@ -316,14 +312,14 @@ def _between(one: Affine, two: Affine, place: float) -> Affine:
 def _known_at(
     samples: float, low: tuple[MeasuredTime, float | None], high: tuple[MeasuredTime, float | None]
 ) -> float | None:
-    """As `_at`, or None where one of the seconds is not known."""
+    """Interpolate as `_at`; None if either time is unknown."""
     if low[1] is None or high[1] is None:
         return None
     return _at(samples, (low[0], low[1]), (high[0], high[1]))
 
 
 def _at(samples: float, low: tuple[MeasuredTime, float], high: tuple[MeasuredTime, float]) -> float:
-    """Seconds at ``samples`` from those at two sizes; in proportion to the samples where both are one size."""
+    """Interpolate seconds at ``samples`` between two sizes; proportional to the samples if the sizes are equal."""
     near, near_s = low if samples < low[0].samples else high
     distance = high[0].samples - low[0].samples
     if distance <= 0:
@@ -334,13 +330,14 @@ def _at(samples: float, low: tuple[MeasuredTime, float], high: tuple[MeasuredTim
 
 
 MOST_MISFIT = 0.3
-"""Of a collective's fit, beyond which a profile says so."""
+"""Relative error of a collective's fit above which a profile reports it."""
 
 
 class CollectiveProfile(ProfilePart):
     """Measured cost of one collective over ``group_size`` ranks: seconds = latency + tensor bytes / rate.
 
-    ``strided`` groups take every so many ranks. ``max_relative_error`` is the worst misfit over the measured sizes.
+    ``strided`` groups consist of ranks at a fixed stride. ``max_relative_error`` is the largest error of the fit over
+    the measured sizes.
     """
 
     kind: Collective
@@ -351,40 +348,40 @@ class CollectiveProfile(ProfilePart):
     max_relative_error: float = Field(ge=0)
 
     def time_s(self, num_bytes: float) -> float:
-        """Seconds for a tensor of so many bytes."""
+        """Seconds for a tensor of ``num_bytes`` bytes."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
 class ProfileIdentity(ProfilePart):
-    """What a profile is of and where it comes from: part of every key it is kept under, shown with every plan."""
+    """Model, devices and origin of a profile: part of every key it is stored under, shown with every plan."""
 
     method: Literal["traced", "measured"]
     model_name: str
     config_hash: str
     differences: tuple[str, ...] | None = None
-    """What was changed or frozen of the model (`ModelChain.differences`); absent where nothing was."""
+    """Changed or frozen parts of the model (`ModelChain.differences`); absent if there are none."""
     seq_len: Tokens
     precision: LayerPrecision
     device: str
     device_kind: DeviceType | None = None
-    """What was measured on; absent where it was traced, and in profiles that were written before it was said."""
+    """Device type of the measurement; absent in traced profiles and in older ones."""
     num_devices: DeviceCount
     driver: str = "none"
-    """Versions of what lies between PyTorch and a GPU; a CPU has nothing there."""
+    """Versions of the software between PyTorch and a GPU; ``none`` for a CPU."""
     torch: str
     transformers: str
     created: str
 
     @property
     def is_measured(self) -> bool:
-        """Whether it holds seconds measured on its devices, and not counts alone."""
+        """Whether it has seconds measured on its devices, not only counts."""
         return self.method == "measured"
 
 
 class ShardingTime(ProfilePart):
-    """Measured seconds that sharding a layer over so many ranks adds to a microbatch beside its collectives alone.
+    """Measured seconds that sharding a layer over ``group_size`` ranks adds to a microbatch, excluding its collectives.
 
-    Hooks and copies, and processes that share cores and wait for each other at every layer.
+    Caused by hooks and copies, and by processes that share cores and wait for each other at every layer.
     """
 
     group_size: int = Field(ge=2, le=MOST_DEVICES)
@@ -392,7 +389,7 @@ class ShardingTime(ProfilePart):
 
 
 class Profile(ProfilePart):
-    """Everything the cost model knows about a model on a device."""
+    """All data of the cost model about a model on a device."""
 
     version: Literal[3] = 3
     identity: ProfileIdentity
@@ -401,18 +398,18 @@ class Profile(ProfilePart):
     optimizer_s_per_param: Seconds | None = None
     """Measured seconds of an AdamW step per parameter of a rank; absent in a traced profile."""
     optimizers: Mapping[str, Seconds] = Field(default_factory=dict)
-    """Those of other optimizers, by name, where they were measured."""
+    """Seconds per parameter of other measured optimizers, by name."""
     step_overhead_s: Seconds = 0.0
     """Measured seconds of a step that no layer accounts for (loop, loss reduction)."""
     sharding: tuple[ShardingTime, ...] = ()
-    """What sharding a layer adds on a CPU, by the size of the group; absent for GPUs, whose hosts are ahead of them."""
+    """Overhead of sharding a layer on a CPU, by group size; absent for GPUs, whose hosts run ahead of them."""
     overlap_slowdown: float = Field(default=1.3, ge=1.0, le=100)
-    """How much longer compute and communication take side by side; 1.3 as in Galvatron (Miao et al. 2022)."""
+    """Slowdown of compute and communication that overlap; 1.3 as in Galvatron (Miao et al. 2022)."""
     busy_speeds: tuple[Annotated[float, Field(ge=1e-3, le=1e3)], ...] = ()
-    """How fast a process computes while 1, 2, … of them do, over its speed while all do, at which layers were measured.
-    Processes of a host share its cores; absent for devices of their own."""
+    """Speed of a process while 1, 2, … processes compute, relative to its speed while all compute, as they did when
+    layers were measured. Processes of a host share its cores; absent if each process has its own device."""
     reserved_over_allocated: float | None = Field(default=None, ge=1, le=100)
-    """Most bytes that a GPU's allocator reserved over most that tensors held, as layers were measured."""
+    """Peak reserved memory of a GPU's allocator over peak allocated memory while layers were measured."""
 
     @model_validator(mode="after")
     def _speeds_of_every_number(self) -> Self:
@@ -436,17 +433,17 @@ class Profile(ProfilePart):
         return f"{what}, {of.seq_len} tokens, {of.precision}, {where}: {layer_types} in {shapes} shapes"
 
     def stage_speeds(self, num_stages: int) -> tuple[float, ...]:
-        """How fast a stage computes while 1, 2, … stages do; empty where stages have devices of their own."""
+        """Return the speed of a stage while 1, 2, … stages compute; empty if stages do not share cores."""
         if num_stages == 1 or not self.busy_speeds:
             return ()
         per_stage = self.identity.num_devices // num_stages
         return self.busy_speeds[per_stage - 1 :: per_stage]
 
     def for_devices(self, count: int) -> Self:
-        """The profile of ``count`` of the devices that it was measured on; itself unless that many divide them.
+        """Return the profile for ``count`` of the measured devices; itself unless ``count`` divides their number.
 
-        Processes that share cores are as much faster as so few of them are at work (``busy_speeds``). Collectives stay
-        as they were measured, with all groups of a size at work at once, which is more than fewer devices have.
+        Processes that share cores are faster because fewer of them compute (``busy_speeds``). Collectives stay as
+        measured, with all groups of a size active at once, which are more groups than fewer devices have.
         """
         measured = self.identity.num_devices
         if not self.identity.is_measured or count >= measured or measured % count:
@@ -476,8 +473,7 @@ class Profile(ProfilePart):
 
     @property
     def misfits(self) -> tuple[str, ...]:
-        """The collectives whose times a latency and a rate miss by more than `MOST_MISFIT` at some size, and how
-        far."""
+        """Collectives whose fit is off by more than `MOST_MISFIT` at some size, with the error."""
         return tuple(
             f"{each.kind} over {each.group_size}{' strided' if each.strided else ''} ranks "
             f"{each.max_relative_error:.0%}"
@@ -486,21 +482,21 @@ class Profile(ProfilePart):
         )
 
     def sharding_s(self, group_size: int) -> float:
-        """What sharding a layer over so many ranks adds to a microbatch, by the nearest size measured; else 0."""
+        """Seconds that sharding over so many ranks adds to a microbatch, at the nearest measured size; 0 if none."""
         nearest = min(self.sharding, key=lambda each: abs(math.log(each.group_size / group_size)), default=None)
         return nearest.seconds if nearest else 0.0
 
     @property
     def shapes(self) -> frozenset[frozenset[tuple[str, int]]]:
-        """The shapes, as sets of their degrees, under which some layer type was traced or measured."""
+        """Shapes, as sets of degrees, in which some layer type was traced or measured."""
         return frozenset(frozenset(layer.degrees.items()) for layer in self.layers)
 
     def layer(self, layer_type: str, shape: Shape) -> LayerProfile | None:
-        """The layer profile of a layer type under these degrees, or None where it was not traced or measured."""
+        """Return the profile of a layer type under these degrees, or None if it was not traced or measured."""
         return next((layer for layer in self.layers if layer.kind == layer_type and layer.degrees == shape), None)
 
     def collective(self, collective: Collective, group_size: int, *, strided: bool) -> CollectiveProfile | None:
-        """The measured collective; one over neighbouring ranks stands in for strided ones that were not measured."""
+        """Return the measured collective, or the non-strided one if the strided one was not measured, or vice versa."""
         matches = [c for c in self.collectives if c.kind == collective and c.group_size == group_size]
         exact = [c for c in matches if c.strided == strided]
         return next(iter(exact or matches), None)
@@ -510,9 +506,9 @@ _MAY_DIFFER = "created"
 
 
 def merge_profiles(a: Profile, b: Profile) -> Profile:
-    """What either profile knows; where both know it, what ``b`` (the later one) says.
+    """Merge two profiles; if both have an entry, that of ``b`` (the later one) is kept.
 
-    Raises `InvalidProfileError` naming the first part of the identities that differs, apart from the date.
+    Raises `InvalidProfileError`, which names the first differing field, if the identities differ in more than the date.
     """
     first, second = a.identity.model_dump(), b.identity.model_dump()
     for field, found in second.items():
@@ -547,7 +543,7 @@ def merge_profiles(a: Profile, b: Profile) -> Profile:
 
 
 def _merge_times(earlier: LayerProfile, later: LayerProfile) -> LayerProfile:
-    """The later counts with the times of both, sorted by samples."""
+    """Return the later counts with the times of both, sorted by samples."""
     times = {time.samples: time for time in (*earlier.times, *later.times)}
     return later.model_copy(update={"times": tuple(times[samples] for samples in sorted(times))})
 

@@ -1,15 +1,15 @@
-r"""A run record: what a training run measured beside what its plan predicted, as versioned JSON; and its slow ranks.
+r"""Run records, as versioned JSON: measurements of a training run and the predictions of its plan; and slow ranks.
 
-A rank is slow where it computes for longer than predicted compared with the others,
+A rank is slow if its computation exceeds the prediction by more than that of other ranks,
 $r_i > (1 + \sigma)\,\operatorname{median} r$:
 
 | symbol   | argument | meaning                                                                                |
 |----------|----------|----------------------------------------------------------------------------------------|
-| $r_i$    | ``work`` | own computation of rank i, its waiting left out, over that predicted for its stage     |
-| $\sigma$ | ``share`` | how much longer is allowed                                                             |
+| $r_i$    | ``work`` | own computation of rank i, without waiting, over that predicted for its stage          |
+| $\sigma$ | ``share`` | tolerance                                                                              |
 
-The median (the lower of two) leaves out what a prediction misses on all ranks alike. Without a prediction a rank is
-compared with those of its own stage.
+The median (the lower of two) cancels prediction errors common to all ranks. Without a prediction a rank is compared
+with the ranks of its stage.
 """
 
 import statistics
@@ -27,19 +27,19 @@ SLOW_SHARE = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnWork:
-    """Seconds of a step in which a rank computes and waits for nobody."""
+    """Seconds of a step in which a rank computes without waiting for other ranks."""
 
     rank: int
     stage: int
     host: str
     own_s: float
     pool: str = ""
-    """Of devices, where a plan is over several."""
+    """Device group of the rank, if the plan uses several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRank:
-    """A rank that computes ``factor`` times as long as predicted next to the others."""
+    """A rank whose computation over its prediction is ``factor`` times the median of all ranks."""
 
     rank: int
     stage: int
@@ -54,7 +54,7 @@ class SlowRank:
 
 
 def slow_ranks(work: Sequence[OwnWork], predicted_s: Sequence[float] | None, share: float) -> tuple[SlowRank, ...]:
-    """Those that are slower by more than ``share``, the slowest first; ``predicted_s`` is of each stage."""
+    """Return the ranks that are slower by more than ``share``, slowest first; ``predicted_s`` is per stage."""
     if share <= 0 or not work:
         return ()
     ratios = [each.own_s / _expected_s(each, work, predicted_s) for each in work]
@@ -74,7 +74,7 @@ def _expected_s(one: OwnWork, work: Sequence[OwnWork], predicted_s: Sequence[flo
 
 
 class RecordPart(BaseModel):
-    """Common to all parts of a record: immutable, and an unknown key is an error."""
+    """Base of all parts of a record: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
@@ -89,28 +89,27 @@ class StepRecord(RecordPart):
 
 
 class RankRecord(RecordPart):
-    """What one process measured. ``peak_bytes`` is the most that its tensors held, found as ``memory_method`` says."""
+    """Measurements of one process. ``peak_bytes`` is the peak memory of its tensors, measured by ``memory_method``."""
 
     rank: Count
     stage: Count
     peak_bytes: Bytes
     memory_method: str
     num_params: Bytes
-    """Parameters this rank holds (its shards)."""
+    """Parameters of this rank (its shards)."""
     busy_s: Seconds | None = None
-    """Seconds of a step, the median, in which the rank worked and did not wait for another stage; absent in records
-    that were written before it was measured."""
+    """Median seconds of a step in which the rank did not wait for another stage; absent in older records."""
     own_s: Seconds | None = None
-    """Seconds of a step, the median, in which the rank computed and waited for nobody, its own stage included; absent
-    in records that were written before it was measured."""
+    """Median seconds of a step in which the rank computed without waiting for any rank, including those of its stage;
+    absent in older records."""
     host: str = ""
     imbalance: float | None = None
-    """Pairs of tokens and experts on the busiest rank of this one's expert groups over their mean, of its layers and of
-    the timed steps; absent where it holds no divided experts."""
+    """Token-expert pairs of the busiest rank in this rank's expert groups relative to the mean, over its layers and the
+    timed steps; absent without expert parallelism."""
 
 
 class RunRecord(RecordPart):
-    """A finished run. ``median_step_s`` leaves out the first ``num_warmup_steps`` steps, which allocate and warm up."""
+    """A finished run. ``median_step_s`` excludes the first ``num_warmup_steps`` steps, which allocate and warm up."""
 
     version: Literal[1] = 1
     model_name: str
@@ -118,27 +117,27 @@ class RunRecord(RecordPart):
     device: str
     num_devices: DeviceCount
     strategies: tuple[str, ...]
-    """The strategy that the runtime applied to each layer, as it reads it back from the modules it made."""
+    """Strategy that the runtime applied to each layer, read back from its modules."""
     num_warmup_steps: Count
     median_step_s: PositiveSeconds
     tokens_per_s: float
     steps: Annotated[tuple[StepRecord, ...], FailFast()]
     ranks: Annotated[tuple[RankRecord, ...], FailFast()]
     allocator: str = ""
-    """What PyTorch's allocator of GPU memory was set to; empty where it was not, and on a CPU, which has none."""
+    """Settings of PyTorch's GPU memory allocator; empty if there were none, and on a CPU."""
     mfu: float | None = None
-    """Model FLOP utilisation of the median step; absent where the devices' peak rate is not known."""
+    """Model FLOP utilisation of the median step; absent if the devices' peak rate is unknown."""
     predicted_step_s: PositiveSeconds | None = None
     predicted_time_factor: Factor = 1.0
-    """What the prediction had been multiplied by after an earlier run."""
+    """Calibration factor of the prediction, from an earlier run."""
     predicted_imbalance: float | None = None
-    """What was assumed of how uneven routing is; absent for models without experts."""
+    """Assumed expert load imbalance; absent for models without experts."""
     predicted_busy_s: tuple[Seconds, ...] | None = None
-    """Per stage the seconds of a step in which it works, as the plan predicted."""
+    """Predicted seconds of a step in which each stage works."""
     predicted_own_s: tuple[Seconds, ...] | None = None
-    """Per stage the seconds of a step in which a rank computes itself."""
+    """Predicted seconds of a step in which a rank of each stage computes by itself."""
     predicted_peak_bytes: tuple[Bytes, ...] | None = None
-    """Per stage, as the plan predicted."""
+    """Predicted peak memory of each stage."""
 
     def __str__(self) -> str:
         predicted = "" if self.predicted_step_s is None else f", {format_seconds(self.predicted_step_s)} predicted"

@@ -1,7 +1,7 @@
-"""The parts that profiles are made of: immutable values, quantities that grow with the samples, shapes of kernels.
+"""Parts of profiles: quantities that grow with the samples, and shapes of kernels.
 
-The shapes of a layer's products and attention on one rank are sizes of one sample, and which of them grows. Equal calls
-are folded into one with a count, so that a trace stays small.
+A shape of a product or attention on one rank has the sizes for one sample and the dim that grows with the samples.
+Identical calls are merged into one with a count to keep traces small.
 """
 
 from typing import Annotated, Literal, overload
@@ -12,11 +12,11 @@ from steelyard.limits import MOST_QUANTITY, Count, Quantity
 from steelyard.units import Amount
 
 Size = Annotated[float, Field(gt=0, le=MOST_QUANTITY, allow_inf_nan=False)]
-"""Of a dim, for one sample: whole, or the mean of parts that differ."""
+"""Size of a dim for one sample: an integer, or the mean of parts of different sizes."""
 
 
 class ProfilePart(BaseModel):
-    """Common to all parts of a profile: immutable, and an unknown key is an error."""
+    """Base of all parts of a profile: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
@@ -38,7 +38,7 @@ class Affine(ProfilePart):
     @overload
     def at(self, samples: Amount) -> Amount: ...
     def at(self, samples: Amount) -> Amount:
-        """The quantity for this many samples on a rank."""
+        """Return the quantity for this number of samples on a rank."""
         return self.constant + self.per_sample * samples
 
 
@@ -49,8 +49,8 @@ DIMS: tuple[Dim, ...] = ("groups", "m", "n", "k")
 class Product(ProfilePart):
     """Matrix products [m, k] × [k, n], ``groups`` of them in one kernel (experts, or a batch), ``count`` such calls.
 
-    ``grows`` is the dim that is proportional to the samples, which is stated for one; None where none is. Of experts
-    ``m`` (``k`` of a weight's gradient) are the mean rows of one.
+    ``grows`` is the dim that is proportional to the samples, given for one sample; None if there is none. For experts,
+    ``m`` (``k`` for a weight gradient) is the mean number of rows per expert.
     """
 
     m: Size
@@ -61,18 +61,18 @@ class Product(ProfilePart):
     grows: Dim | None
 
     def flop(self, samples: float) -> float:
-        """FLOP of all calls for so many samples on a rank."""
+        """FLOP of all calls for this number of samples on a rank."""
         times = samples if self.grows else 1.0
         return 2 * self.count * self.groups * self.m * self.n * self.k * times
 
     def with_experts_over(self, degree: int) -> "Product":
-        """The same pairs on a rank with one in ``degree`` of the experts; as it is where groups are no experts."""
+        """Return the product with the same rows over 1 in ``degree`` experts; itself if the groups are not experts."""
         if self.groups == 1 or self.grows not in ("m", "k"):
             return self
         return self.model_copy(update={"groups": self.groups / degree, self.grows: getattr(self, self.grows) * degree})
 
     def between(self, other: "Product", place: float) -> "Product":
-        """The product of sizes at ``place`` on the line that is this one at 1 and ``other`` at 2."""
+        """Interpolate sizes at ``place`` on the line that is this product at 1 and ``other`` at 2."""
         sizes: dict[str, float] = {
             dim: getattr(self, dim) + (place - 1) * (getattr(other, dim) - getattr(self, dim)) for dim in DIMS
         }
@@ -80,10 +80,10 @@ class Product(ProfilePart):
 
 
 class AttentionCall(ProfilePart):
-    """Fused attention of ``heads`` query heads for each sample, ``count`` such calls.
+    """Fused attention with ``heads`` query heads per sample, ``count`` such calls.
 
-    ``head_dim`` is the mean of what queries and values have; ``masked`` says that a kernel reads a mask, of a window or
-    of packed samples, and computes what it hides.
+    ``head_dim`` is the mean of the head dims of queries and values. ``masked``: the kernel reads a mask, for a sliding
+    window or packed samples, and also computes the masked scores.
     """
 
     heads: Size
@@ -96,6 +96,6 @@ class AttentionCall(ProfilePart):
     count: Count = 1
 
     def flop(self, samples: Amount) -> Amount:
-        """FLOP that the kernel executes: half of the square where it is causal; backward 2.5 times those forward."""
+        """FLOP that the kernel executes: half of the square if causal; backward 2.5 times forward."""
         whole = 4 * self.count * self.heads * self.head_dim * self.queries * self.keys * samples
         return whole * (0.5 if self.is_causal else 1.0) * (2.5 if self.backward else 1.0)

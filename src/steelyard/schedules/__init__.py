@@ -1,6 +1,6 @@
-"""Pipeline schedules: a module each with the passes of a rank and all that follows from them, and their registry.
+"""Pipeline schedules, one module each, and their registry.
 
-A new one is a module here and an entry in `SCHEDULES`.
+To add one, add a module here and an entry in `SCHEDULES`.
 """
 
 from steelyard.errors import UserError, nearest
@@ -15,11 +15,11 @@ SCHEDULES: dict[str, Schedule] = {
 }
 """All schedules by name."""
 USUAL: Schedule = ONE_F_ONE_B
-"""The schedule of a plan that names none."""
+"""Default schedule of a plan."""
 
 
 def find_schedule(name: str) -> Schedule:
-    """The schedule of this name; raises `UserError` naming the nearest known one."""
+    """Return the schedule of this name. Raises `UserError`, with the nearest known name, if there is none."""
     if name not in SCHEDULES:
         raise UserError(
             field="schedule", found=repr(name), expected=" or ".join(SCHEDULES), hint=nearest(name, SCHEDULES)
@@ -28,7 +28,7 @@ def find_schedule(name: str) -> Schedule:
 
 
 def names_of(*, with_chunks: bool) -> tuple[str, ...]:
-    """The names of the schedules whose stages hold two or more chunks of the model, or of the others."""
+    """Return the names of the schedules with two or more chunks per stage, or of those with one."""
     return tuple(each.name for each in SCHEDULES.values() if each.takes_chunks == with_chunks)
 
 

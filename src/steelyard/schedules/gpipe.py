@@ -1,4 +1,4 @@
-"""GPipe: a stage does all its forward passes, then all its backward passes.
+"""GPipe: each stage runs all its forward passes, then all its backward passes.
 
 Source: Huang et al. 2019; the order of `torch.distributed.pipelining` 2.13.
 """
@@ -7,7 +7,7 @@ from steelyard.schedules.pipeline import PassOrder, Phase, PipelineConfig, Sched
 
 
 class GPipe(Schedule):
-    """All forwards, then all backwards: every microbatch is alive at once."""
+    """All forward passes, then all backward passes: every microbatch is alive at once."""
 
     name = "gpipe"
     title = "GPipe"
@@ -20,17 +20,17 @@ class GPipe(Schedule):
     )
 
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
-        """All forwards, then all backwards."""
+        """Return all forward passes, then all backward passes."""
         count = pipeline.num_microbatches
         forwards, backwards = (all_of(count, each) for each in (Phase.FORWARD, Phase.BACKWARD))
         return in_turn(forwards, backwards, warm_up=count, backward_first=False)
 
     def is_tried(self, pipeline: PipelineConfig) -> bool:
-        """Where there are too few microbatches for 1F1B."""
+        """Return whether there are too few microbatches for 1F1B."""
         return pipeline.num_microbatches < pipeline.num_stages
 
     def in_flight(self, pipeline: PipelineConfig, stage: int) -> int:
-        """All microbatches."""
+        """Return the number of microbatches, which are all in flight at once."""
         return pipeline.num_microbatches
 
 

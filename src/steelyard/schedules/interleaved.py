@@ -1,9 +1,9 @@
-r"""Interleaved 1F1B: every stage holds $v$ chunks of the model and works for them in turn, for a smaller bubble.
+r"""Interleaved 1F1B: every stage holds $v$ chunks of the model and alternates between them, for a smaller bubble.
 
-Stage $i$ of $P$ does $\min(mv, (v - 1)g + 2(P - 1 - i))$ forwards of $m$ microbatches first, then a forward and a
-backward in turn, then the rest. It goes through its chunks in rounds of $g$ microbatches, forwards from the first chunk
-to the last and backwards from the last to the first; $g = m / \max(1, \lfloor m / P \rfloor)$, which is $P$ where $P$
-divides $m$.
+Stage $i$ of $P$ first runs $\min(mv, (v - 1)g + 2(P - 1 - i))$ forward passes of $m$ microbatches, then alternates
+forward and backward passes, then runs the remaining backward passes. It visits its chunks in rounds of $g$
+microbatches: forward passes from the first chunk to the last, backward passes from the last to the first.
+$g = m / \max(1, \lfloor m / P \rfloor)$, which is $P$ if $P$ divides $m$.
 
 Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; the order of `torch.distributed.pipelining` 2.13.
 """
@@ -14,7 +14,7 @@ from steelyard.errors import InvalidPlanError
 from steelyard.schedules.pipeline import PassOrder, Phase, PipelineConfig, Schedule, in_turn
 
 MOST_TRIED = 4096
-"""Microbatches beyond which the search leaves it out: the bubble that it makes smaller is next to nothing there."""
+"""Maximum number of microbatches for which the search tries it: with more, the bubble is negligible anyway."""
 
 
 class Interleaved1F1B(Schedule):
@@ -26,10 +26,10 @@ class Interleaved1F1B(Schedule):
     torchtitan_name: str | None = "Interleaved1F1B"
     megatron_name: str | None = "forward_backward_pipelining_with_interleaving"
     chunk_counts = tuple(range(2, 21))
-    """As many as public recipes have (NeMo: up to 20), where they divide the blocks of a stage."""
+    """Counts that public recipes use (NeMo: up to 20)."""
     keeps_sends = True
     forwards_per_hop = 2
-    """Forwards that a stage does ahead of the next stage."""
+    """Forward passes that a stage runs ahead of the next stage."""
     why_nowhere = (
         f"no configuration has two stages or more, as many microbatches, {MOST_TRIED} at most, and blocks that divide "
         "into "
@@ -37,7 +37,7 @@ class Interleaved1F1B(Schedule):
     )
 
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
-        """Rounds of microbatches through the chunks: the first forwards, a forward and a backward in turn, the rest."""
+        """Return the warm-up forward passes, then alternating forward and backward passes, then the remaining ones."""
         size = microbatches_per_round(pipeline)
         steps = np.arange(pipeline.num_passes)
         turn, within = np.divmod(steps, size)
@@ -49,7 +49,7 @@ class Interleaved1F1B(Schedule):
         return in_turn(forwards, backwards, self.warm_up(pipeline, stage), backward_first=False)
 
     def refusal(self, pipeline: PipelineConfig) -> InvalidPlanError | None:
-        """The microbatches must come in rounds of equal length."""
+        """Return an error if the microbatches do not divide into rounds of equal length."""
         count, num_stages, rounds = pipeline.num_microbatches, pipeline.num_stages, _num_rounds(pipeline)
         if count % rounds == 0:
             return None
@@ -61,25 +61,25 @@ class Interleaved1F1B(Schedule):
         )
 
     def is_tried(self, pipeline: PipelineConfig) -> bool:
-        """Where every stage has a microbatch to work for, chunks can be filled, and there is a bubble to speak of."""
+        """Return whether every stage has a microbatch, the schedule can run, and the bubble is not negligible."""
         filled = 2 <= pipeline.num_stages <= pipeline.num_microbatches <= MOST_TRIED
         return filled and super().is_tried(pipeline)
 
     def in_flight(self, pipeline: PipelineConfig, stage: int) -> int:
-        """The first forwards, and the one that comes before the first backward; of all chunks together."""
+        """Return the warm-up forward passes plus the one before the first backward pass, over all chunks."""
         return min(pipeline.num_passes, self.warm_up(pipeline, stage) + 1)
 
     def received_ahead(self, pipeline: PipelineConfig, stage: int) -> tuple[int, int]:
-        """Of a round what the first stage gets from the last, and the last from the first; else little.
+        """Return a round less one for activations of the first stage and gradients of the last; else 1 and 2.
 
-        A stage is ready to receive as soon as the other sends. The bound was read off torch's orders of up to 12
-        stages and 8 chunks, and is reached there.
+        The first and the last stage receive these from each other. A stage is ready to receive as soon as the other
+        sends. The bound is tight for torch's pass orders of up to 12 stages and 8 chunks, from which it was taken.
         """
         waiting = microbatches_per_round(pipeline) - 1
         return waiting if stage == 0 else 1, waiting if stage == pipeline.num_stages - 1 else 2
 
     def warm_up(self, pipeline: PipelineConfig, stage: int) -> int:
-        """Forwards of a stage before the first forward that is paired with a backward."""
+        """Number of forward passes of a stage before the first one that is paired with a backward pass."""
         first = (pipeline.num_chunks - 1) * microbatches_per_round(pipeline)
         return min(pipeline.num_passes, first + self.forwards_per_hop * (pipeline.num_stages - 1 - stage))
 
@@ -92,10 +92,10 @@ def _num_rounds(pipeline: PipelineConfig) -> int:
 
 
 def microbatches_per_round(pipeline: PipelineConfig) -> int:
-    """Microbatches that a stage takes through one chunk before it turns to the next.
+    """Number of microbatches that a stage runs through one chunk before it moves to the next.
 
-    There are ⌊m / P⌋ rounds, at least one, of equal length: P microbatches where P divides m. Raises
-    `InvalidPlanError` where m cannot be divided so; the rule is that of `torch.distributed.pipelining`.
+    There are max(1, ⌊m / P⌋) rounds of equal length: P microbatches if P divides m. Raises `InvalidPlanError` if the
+    rounds do not divide m, which is the rule of `torch.distributed.pipelining`.
     """
     pipeline.check()
     return pipeline.num_microbatches // _num_rounds(pipeline)

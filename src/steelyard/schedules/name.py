@@ -1,4 +1,4 @@
-"""A schedule as files name it: a text that must be the name of a known schedule."""
+"""Pydantic type for the name of a schedule in a file."""
 
 from typing import Annotated, Any
 
@@ -25,4 +25,4 @@ def _list_names(schema: dict[str, Any]) -> None:
 
 
 ScheduleName = Annotated[str, BeforeValidator(_known), Field(json_schema_extra=_list_names)]
-"""The name of a schedule, in a file; an unknown one is an error that names the nearest known."""
+"""Name of a known schedule. An unknown name is an error that suggests the nearest known one."""

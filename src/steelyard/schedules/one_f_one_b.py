@@ -1,6 +1,6 @@
-r"""1F1B: after as many forwards as there are stages from here on, a backward and a forward in turn.
+r"""1F1B: warm-up forward passes, then alternating backward and forward passes.
 
-Stage $i$ of $P$ does $\min(m, P - i)$ forwards of $m$ microbatches first, so that it holds no more than these at once.
+Stage $i$ of $P$ first runs $\min(m, P - i)$ forward passes of $m$ microbatches and never holds more than these at once.
 
 Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; the order of `torch.distributed.pipelining` 2.13.
 """
@@ -10,7 +10,7 @@ from steelyard.schedules.pipeline import PassOrder, Phase, PipelineConfig, Sched
 
 
 class OneFOneB(Schedule):
-    """The usual schedule: that of a configuration of which nothing else is said."""
+    """The default schedule."""
 
     name = "1f1b"
     title = "1F1B"
@@ -20,13 +20,13 @@ class OneFOneB(Schedule):
     words = ""
 
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
-        """The first forwards, then a backward and a forward in turn, then the other backwards."""
+        """Return the warm-up forward passes, then alternating backward and forward passes, then the remaining ones."""
         count = pipeline.num_microbatches
         forwards, backwards = (all_of(count, each) for each in (Phase.FORWARD, Phase.BACKWARD))
         return in_turn(forwards, backwards, warm_up=self.in_flight(pipeline, stage), backward_first=True)
 
     def refusal(self, pipeline: PipelineConfig) -> InvalidPlanError | None:
-        """Torch wants as many microbatches as there are stages, or more."""
+        """Return an error if there are fewer microbatches than stages, which torch does not accept."""
         if pipeline.num_microbatches >= pipeline.num_stages:
             return None
         return InvalidPlanError(
@@ -37,13 +37,13 @@ class OneFOneB(Schedule):
         )
 
     def in_flight(self, pipeline: PipelineConfig, stage: int) -> int:
-        """Those of the first forwards."""
+        """Return the number of warm-up forward passes."""
         return min(pipeline.num_microbatches, pipeline.num_stages - stage)
 
     def steady_from(self, pipeline: PipelineConfig, stage: int) -> int:
-        """A stage with n behind it begins with n + 1 microbatches; two more make sure that it is in its steady state.
+        """Return the number of warm-up microbatches plus two, which ensures the steady state.
 
-        Torch wants at least as many as there are stages.
+        At least the number of stages, which torch requires.
         """
         return max(pipeline.num_stages, pipeline.num_stages - stage + 2)
 

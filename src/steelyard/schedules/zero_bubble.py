@@ -1,14 +1,14 @@
-r"""Interleaved zero-bubble: interleaved 1F1B that fills the bubbles with the gradients of weights.
+r"""Interleaved zero-bubble: interleaved 1F1B that fills its bubbles with weight gradients.
 
-A backward pass computes the gradients of activations, which the part before waits for. Those of the weights of linear
-layers have passes of their own: on stage $i$ of $P$ that of a backward pass is done $i$ backward passes later, so that
-the last stages, which begin to work backwards first, have some left when they would wait. Stage $i$ does
-$\min(mv, (v - 1)g + (P - 1 - i))$ forwards first, half as many for each stage behind it as interleaved 1F1B: a backward
-pass comes back sooner. Rounds of $g$ microbatches are those of interleaved 1F1B.
+A backward pass computes the gradients of activations, which the previous part waits for. Weight gradients of linear
+layers are computed in separate weight passes: on stage $i$ of $P$ a weight pass runs $i$ backward passes after its own.
+The last stages, which start their backward passes first, therefore have weight passes left when they would be idle.
+Stage $i$ first runs $\min(mv, (v - 1)g + (P - 1 - i))$ forward passes, half as many per later stage as interleaved
+1F1B because gradients arrive sooner. Rounds of $g$ microbatches are those of interleaved 1F1B.
 
-Not written for other engines. torchtitan has it, with the split backward passes of torch, which keep all that was
-saved until the weight pass, refuse compiled blocks, and would recompute a block once for each group of its weights.
-Megatron-Core delays gradients of weights within its own schedules alone (``delay_wgrad_compute``).
+Not exported to other engines. torchtitan has it with torch's split backward passes, which keep all saved tensors until
+the weight pass, reject compiled blocks, and would recompute a block once for each group of its weights. Megatron-Core
+delays weight gradients only within its own schedules (``delay_wgrad_compute``).
 
 Source: Qi et al. 2024 (arXiv 2401.10241), section 2.1 (ZB-H1), over the chunks of every stage; the order of
 `ScheduleInterleavedZeroBubble` of `torch.distributed.pipelining` 2.13.
@@ -35,7 +35,7 @@ class InterleavedZeroBubble(Interleaved1F1B):
     why_not_everywhere = "searched only where --schedule names it alone"
 
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
-        """The passes of interleaved 1F1B, and behind every backward pass the weight pass of an earlier one."""
+        """Return the passes of interleaved 1F1B, with the weight pass of an earlier pass after each backward pass."""
         order = super().passes(pipeline, stage)
         backward = np.flatnonzero(order.phase == Phase.BACKWARD)
         behind = np.append(backward[stage:], np.full(min(stage, len(backward)), len(order.phase) - 1)) + 1
@@ -48,13 +48,13 @@ class InterleavedZeroBubble(Interleaved1F1B):
         )
 
     def waiting(self, pipeline: PipelineConfig, stage: int) -> int:
-        """Return as many weight passes as there are stages before it."""
+        """Return the number of stages before this one."""
         return min(pipeline.num_passes - 1, stage)
 
     def received_ahead(self, pipeline: PipelineConfig, stage: int) -> tuple[int, int]:
-        """Return one more than interleaved 1F1B of each: what a weight pass lets arrive.
+        """Return one more of each than interleaved 1F1B, which can arrive during a weight pass.
 
-        Read off torch's orders of up to 8 stages and 20 chunks.
+        Taken from torch's pass orders of up to 8 stages and 20 chunks.
         """
         activations, gradients = super().received_ahead(pipeline, stage)
         return activations + 1, gradients + 1
