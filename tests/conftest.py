@@ -1,7 +1,7 @@
-"""Settings of all tests: a busy machine may take its time, two runs try the same, and every model is traced once.
+"""Settings of all tests: no deadlines on busy machines, the same examples in every run, one trace per model.
 
-Files with tests of several processes, which wait for each other, take turns with those of slow ones, which compute; all
-others come last, so that at the end no worker waits for one that began a long file last.
+Files with tests of several processes, which wait for each other, alternate with files of slow tests, which compute. All
+others come last, so that at the end no worker waits for one that started a long file last.
 """
 
 import atexit

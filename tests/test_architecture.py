@@ -1,4 +1,4 @@
-"""The shape of the project: imports without torch, docstrings and the files of a package."""
+"""Tests of the project's shape: imports without torch, docstrings and the files of a package."""
 
 import ast
 import re

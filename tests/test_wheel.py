@@ -1,4 +1,4 @@
-"""The wheel, as it would be uploaded: built from the sources, installed alone beside its dependencies, and planning."""
+"""Test of the wheel as uploaded: built from sources, installed alone with dependencies, and planning."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The benchmark of levers on 13 open rows of its table; `lever_data/runs.csv` names the source and licence of each."""
+"""Benchmark of levers on 13 open rows of its table; `lever_data/runs.csv` gives source and licence of each."""
 
 import csv
 import runpy

@@ -1,4 +1,4 @@
-"""The default answer of ``steelyard plan``: at most 25 lines, with quantities whole; and sizes as people write them."""
+"""Tests of the default output of ``steelyard plan``: at most 25 lines, unbroken quantities, and readable sizes."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sequences longer than a rotary model was made for: a warning wherever the plan is shown, and in its file."""
+"""Tests of the warning for sequences beyond a rotary model's length, in every view of the plan and in its file."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``steelyard mcp``: its tools answer as the commands do, in their schemas, and stay in their folder."""
+"""Tests of ``steelyard mcp``: tools answer as the commands do, follow their schemas, and stay in their folder."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""``steelyard parity``: a user's plan at small width against one process, as a table, as JSON and as an exit code."""
+"""Tests of ``steelyard parity``: a plan at small width against one process, as table, JSON and exit code."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``steelyard plan`` and ``steelyard explain`` as a user meets them."""
+"""Tests of ``steelyard plan`` and ``steelyard explain`` from the command line."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A small model, a made-up profile of it and jobs on known clusters, that the tests of costs share; no torch."""
+"""Small model, made-up profile and jobs on known clusters, shared by the tests of costs; no torch."""
 
 from collections.abc import Sequence
 from typing import Any, get_args

@@ -1,4 +1,4 @@
-"""Predicted bytes against what `steelyard check` finds: an upper bound, and close, whatever a plan is made of."""
+"""Tests that predicted bytes are a close upper bound of what `steelyard check` finds, for every type of plan."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which rates are fitted and which are assumed, and that both are said."""
+"""Tests of which rates are fitted and which are assumed, and that both are reported."""
 
 import pytest
 from hypothesis import given

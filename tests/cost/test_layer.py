@@ -1,4 +1,4 @@
-"""Time and memory of a layer: the constants, each term, and the laws."""
+"""Tests of time and memory of a layer: the constants, each term, and the laws."""
 
 from dataclasses import replace
 from math import isclose

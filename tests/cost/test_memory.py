@@ -1,4 +1,4 @@
-"""What the search adds up is what is predicted of the plan, term by term, whatever the plan is."""
+"""Tests that the search's sum of terms is the prediction for the plan, term by term."""
 
 import random
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""A plan's prediction against the tables that the search works on, and against known answers."""
+"""Tests of a plan's prediction against the search's tables and against known answers."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,5 +1,4 @@
-"""What the runtime sends for the states of a layer, against what its parallelism dimensions say: calls, bytes,
-ranks."""
+"""Tests of the collectives of a layer's states, runtime against parallelism dimensions: calls, bytes, ranks."""
 
 from collections import Counter
 from collections.abc import Iterator

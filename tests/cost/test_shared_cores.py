@@ -1,4 +1,4 @@
-"""Stages that share processor cores: like others where nothing is shared, never idle where one core serves all."""
+"""Tests of stages that share processor cores: no effect without sharing, no idle time with one core for all."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What is tried: a command with files and arguments, of which one or two are damaged; the same for the same seed."""
+"""Fuzzing cases: a command with files and arguments, one or two of them damaged; deterministic for a seed."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Cases that once ended badly, each in a file, with those of its files that are not whole."""
+"""Cases that once failed, each in a file, with its damaged files."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Damage to a value that JSON can hold, to the text of a file, and to the arguments of a command."""
+"""Damage to a JSON value, to the text of a file, and to the arguments of a command."""
 
 import copy
 import json

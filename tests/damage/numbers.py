@@ -1,4 +1,4 @@
-"""Every whole number of every file in turn, in whose place stands what no index may be; found by walking the files."""
+"""Replacement of every integer of every file by values that are invalid as an index."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,9 +1,9 @@
-"""Runs cases in this process, through the command line as it is, and says what came of each.
+"""Execution of cases in this process through the real command line, and classification of their results.
 
-A case ends well with exit code 0 (done), 1 (nothing fits) or 2 (a mistake of the user, named in a short message).
+A case ends well with exit code 0 (done), 1 (nothing fits) or 2 (a user error, named in a short message).
 Anything else is a finding: another exception, a warning, more than `MOST_S` seconds of computing or `MOST_BYTES` of
-memory. A case that asks for another process, or for torch where that is not at hand, has passed all that is read, and
-ends there.
+memory. A case that starts another process, or needs torch where it is not installed, ends there: all of its input has
+been read.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Nothing that a user gives ends in a traceback, takes long, or much memory: generated damage and what it found."""
+"""Tests that no user input causes a traceback, a long run or high memory: random damage and past findings."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every ``steelyard`` command that README.md and docs/ show: it runs, or is listed here with the reason why not.
+"""Tests of every ``steelyard`` command in README.md and docs/: it runs, or is listed here with a reason why not.
 
 Commands of other pages, and those inside sentences, exist with the options that they show.
 

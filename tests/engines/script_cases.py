@@ -1,4 +1,4 @@
-"""Plans that the plain PyTorch script trains, each in a few processes, to be compared with the runtime in one.
+"""Plans that the plain PyTorch script trains on a few processes, compared with the runtime in one process.
 
 ``python -m tests.engines.script_cases FOLDER RESULT.json`` trains every case whose file is in the folder, all in one
 launch and one world of `NUM_RANKS` forks.

@@ -1,4 +1,4 @@
-"""What frameworks that build a model make of its config: the same model, or a refusal that names the entry."""
+"""Tests that frameworks build the same model from a config, or that the refusal names the entry."""
 
 import json
 import subprocess

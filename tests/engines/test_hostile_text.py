@@ -1,4 +1,4 @@
-"""No name, path or value of a plan is ever more than text in what is exported, whatever it holds."""
+"""Tests that no name, path or value of a plan is ever more than text in exported files."""
 
 import ast
 import json

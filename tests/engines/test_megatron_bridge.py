@@ -1,4 +1,4 @@
-"""The recipe for Megatron-Bridge: that it is the plan and the model, run against stand-ins.
+"""Tests of the recipe for Megatron-Bridge: it is the plan and the model, run against stand-ins.
 
 The stand-ins keep what they are given; the package itself needs Transformer Engine and a GPU.
 """

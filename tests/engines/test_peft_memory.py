@@ -1,4 +1,4 @@
-"""Steps of peft's adapters as a trainer of transformers runs them, their peak memory counted: under autocast, AdamW."""
+"""Tests of peak memory of adapter steps as a transformers trainer runs them: autocast, AdamW."""
 
 import warnings
 import weakref

@@ -1,4 +1,4 @@
-"""The plain PyTorch script: that it trains any plan with the runtime's losses, without it and without a plan's text."""
+"""Tests that the plain PyTorch script gives the runtime's losses for any plan, without the runtime or a plan's text."""
 
 import ast
 import json

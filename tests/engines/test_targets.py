@@ -1,4 +1,4 @@
-"""The files of each target: what stands in them, and that the target's own library reads them where it is installed."""
+"""Tests of the files of each target: their content, and that an installed target library reads them."""
 
 import ast
 import itertools

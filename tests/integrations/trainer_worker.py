@@ -1,4 +1,4 @@
-"""Trains models by `transformers.Trainer`: alone in one process, and under plans on every rank of a world."""
+"""Worker that trains models by `transformers.Trainer`: in one process, and under plans on every rank."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Offload as a lever: what is written of it, what it costs in time and memory, and what is refused."""
+"""Tests of offload as a lever: its text, its cost in time and memory, and refusals."""
 
 import json
 import re

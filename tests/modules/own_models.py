@@ -1,4 +1,4 @@
-"""Modules as users write them, tiny: with their samples and losses."""
+"""Tiny modules as users write them, with samples and losses."""
 
 import math
 from dataclasses import dataclass

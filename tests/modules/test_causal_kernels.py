@@ -1,4 +1,4 @@
-"""Attention of the last places of a prefix, forward and backward apart, against PyTorch's own."""
+"""Tests of attention of the last positions of a prefix, forward and backward, against PyTorch's."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Routed experts against the plain formula: each token's experts, weighted and summed, and all their gradients."""
+"""Tests of routed experts against the formula: weighted sums of each token's experts, and all gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Operations answered from memory are what PyTorch's own rules give, and are forgotten where they would not be."""
+"""Tests that cached operations match PyTorch's own rules, and are dropped if they would not."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models without a family file: split by their structure, proved, and refused by name where they do not split."""
+"""Tests of models without a family file: split by structure, proved, or refused by name."""
 
 import copy
 from collections.abc import Iterator

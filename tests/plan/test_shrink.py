@@ -1,4 +1,4 @@
-"""A plan at small width keeps stages, schedule, strategies and layer types, and nothing of the model's size."""
+"""Tests that a plan at small width keeps stages, schedule, strategies and layer types, and no model size."""
 
 from itertools import groupby
 from typing import Any

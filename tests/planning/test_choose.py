@@ -1,4 +1,4 @@
-"""The plan that is chosen is one that is accepted, and its certificate holds for all that are accepted."""
+"""Tests that the chosen plan is accepted, and that its certificate holds for all accepted plans."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Plans of less memory that a plan carries along, for where memory runs out."""
+"""Tests of plans of less memory that a plan carries for the case that memory runs out."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Pins that no strategy can meet: one clear reason each, from the dimension that is asked for."""
+"""Tests of pins that no strategy can meet: one clear reason each, from the requested dimension."""
 
 from dataclasses import replace
 

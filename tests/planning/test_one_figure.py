@@ -1,4 +1,4 @@
-"""One step time decides and is shown: bounds lie below it, no restriction beats it, the best plain plan is the least.
+"""Tests of the one step time: lower bounds are below it, no restriction beats it, the best baseline is the minimum.
 
 Random small jobs, on devices of the catalogue's kind and on processes that share cores, where the closed form of the
 search is far from the simulator. Layers differ in length and links in speed, so that plans have one stage or several.

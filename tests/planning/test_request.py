@@ -1,4 +1,4 @@
-"""One request, whoever asks: the same file from the shell and from Python, and one clear error for a contradiction."""
+"""Tests of requests: the same file from the shell and from Python, and one clear error for a contradiction."""
 
 import json
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""The longest sequences: the plan of the longest length that fits, within an eighth, and what binds beyond it."""
+"""Tests of the longest sequences: the plan of the longest length that fits, to within 1/8, and what limits it."""
 
 from dataclasses import replace
 from types import SimpleNamespace

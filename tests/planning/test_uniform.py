@@ -1,4 +1,4 @@
-"""Plain plans are the best of their kind: held against every one of them, priced one by one."""
+"""Tests that baselines are the best of their kind, against pricing each of them one by one."""
 
 from collections.abc import Iterator
 from dataclasses import replace

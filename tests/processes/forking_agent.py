@@ -1,8 +1,8 @@
-"""torchrun as `steelyard.processes.agent` runs it, but its processes are forks, so that imports happen once.
+"""Agent like `steelyard.processes.agent`'s torchrun, but with forks as processes, so that imports happen once.
 
-They take seconds of every process. ``python -m tests.processes.forking_agent`` takes torchrun's arguments, and from
-$PRELOAD the modules to import first. A fork is a process like others: it has its process group, environment, output and
-exit code, and can be killed.
+Imports take seconds in every process. ``python -m tests.processes.forking_agent`` takes torchrun's arguments, and from
+$PRELOAD the modules to import first. A fork is an ordinary process: it has its own process group, environment, output
+and exit code, and can be killed.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Where the processes of a run live and meet."""
+"""Tests of where the processes of a run live and meet."""
 
 import os
 import socket

@@ -1,6 +1,6 @@
-"""Trainings of one host, each ended by a signal: a message, a checkpoint where asked to stop, no process, no file left.
+"""Tests of runs ended by signals: a message, a checkpoint if asked, no process and no file left.
 
-Nobody reads what they print.
+Nobody reads the output of these runs.
 """
 
 import json

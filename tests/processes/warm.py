@@ -1,8 +1,8 @@
-"""Runs modules in forks of a process that has imported what they need, instead of in processes that begin with that.
+"""Runner of modules in forks of a process with preloaded imports, instead of fresh processes.
 
-One such process serves all tests of this one; it starts when it is first asked for a fork, and ends with this process.
-A fork is a process like others: it has the environment, the folder and the output of who asked for it, or a session of
-its own, and ends with an exit code or by a signal. Only its parent is not the process that asked.
+One such parent serves all tests of this process; it starts at the first request for a fork, and ends with this process.
+A fork is an ordinary process: it has the environment, folder and output of the requesting process, or its own session,
+and ends with an exit code or by a signal. Only its parent is not the requesting process.
 """
 
 import contextlib

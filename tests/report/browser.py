@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages, driven over the WebDriver protocol with nothing but the standard library."""
+"""Headless Chromium for tests of pages, driven over the WebDriver protocol with only the standard library."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""What stands around the tables of trade-offs."""
+"""Tests of the text around the trade-off tables."""
 
 from rich.console import Console
 

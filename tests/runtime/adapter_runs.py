@@ -1,4 +1,4 @@
-"""Runs of models with adapters, several in one launch, and what models with them compute."""
+"""Runs of models with adapters, several per launch, and what these models compute."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""For every family of models plans that mix strategies, small enough that all of them take a minute on two cores."""
+"""Plans of every model family with mixed strategies, small enough to take a minute on two cores."""
 
 from functools import partial
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""One process of a real training run that goes wrong on purpose: ``-m tests.runtime.faulty_train FAULTS PLAN …``.
+"""Process of a real training run that fails on purpose: ``-m tests.runtime.faulty_train FAULTS PLAN …``.
 
-FAULTS are ``ATTEMPT:FAULT:STEP`` separated by commas; all befall rank $BAD_RANK, or 1. Every process leaves its id in
+FAULTS are ``ATTEMPT:FAULT:STEP`` separated by commas; all hit rank $BAD_RANK, or 1. Every process leaves its id in
 $PIDS.
 """
 

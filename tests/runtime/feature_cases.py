@@ -1,4 +1,4 @@
-"""Models whose samples hold more than token ids, under plans that mix strategies; all of them in one launch."""
+"""Plans with mixed strategies for models with features besides token ids; all in one launch."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""For Llama every leaf of the decision tree over 4 and 8 devices, every pipeline degree and every schedule.
+"""Plans of Llama with every leaf of the decision tree over 4 and 8 devices, every pipeline degree and schedule.
 
 The leaves take turns on the layers of one-stage plans, so that each strategy meets others before and after it. Over 4
 devices each comes with one kind of remat, in turn, and at night with every dimension; over 8, which divide layers no

@@ -1,4 +1,4 @@
-"""What four ranks find of users' own modules under plans of every kind, against one process: one launch."""
+"""Results of users' own modules on four ranks under plans of every kind, against one process; one launch."""
 
 import tempfile
 from functools import cache, partial

@@ -1,4 +1,4 @@
-"""Two gloo processes that train a step of a pipeline and say what lives on each as its last backward pass begins."""
+"""Two gloo processes that train a pipeline step and report what is live when the last backward pass begins."""
 
 from typing import Any
 from unittest import mock

@@ -1,8 +1,8 @@
-"""Runs functions as the ranks of a world of a few gloo processes, or of this process alone.
+"""Runner of functions as the ranks of a world of a few gloo processes, or of this process alone.
 
 ``python -m tests.runtime.processes MODULE:FUNCTION NUM RESULT.json`` runs a function of no arguments on every rank of a
-world of forks; what rank 0 returns is written as JSON. ``MODULE:before_ranks`` runs before, where there is one: what it
-imports the forks find imported.
+world of forks, and writes the result of rank 0 as JSON. If the module has ``before_ranks``, that runs first; forks
+inherit its imports.
 """
 
 import datetime

@@ -1,6 +1,6 @@
-"""Plans of models whose routers' auxiliary loss is trained: every parallelism dimension, remat, stages of a pipeline.
+"""Plans that train the routers' auxiliary loss: every parallelism dimension, remat, pipeline stages.
 
-The loss has a coefficient of 0.5, so that a tenth of a per cent of it is far above what rounding does.
+The loss has a coefficient of 0.5, so that 0.1 % of it is far above rounding errors.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""Loss scaling on the ranks of a world: what it changes (nothing but what overflows), and what all ranks agree on."""
+"""Loss scaling on the ranks of a world: it changes only overflowing steps, and all ranks agree."""
 
 import math
 from contextlib import nullcontext

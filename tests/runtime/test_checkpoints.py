@@ -1,4 +1,4 @@
-"""Runs that resume: bit by bit under the same plan, with the same losses under another plan or process count."""
+"""Tests of resuming: bitwise under the same plan, same losses under another plan or process count."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Runs that lose devices and hosts for good, and get them back: real processes under torchrun."""
+"""Tests of runs that lose devices and hosts permanently and regain them: real processes under torchrun."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Runs to which something happens: each ends in time with a clear message, loses nothing and leaves no process."""
+"""Tests of faults during runs: each ends in time with a clear message, loses nothing, leaves no process."""
 
 import json
 import time

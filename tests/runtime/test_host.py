@@ -1,4 +1,4 @@
-"""What a host must have for a plan before any of its processes takes memory."""
+"""Tests of host requirements of a plan, checked before any process takes memory."""
 
 import os
 from pathlib import Path

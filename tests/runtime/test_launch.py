@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them: what they train and write, and how they end when something is wrong."""
+"""Tests of whole runs as a user starts them: their training and files, and how they end on errors."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""AdamW's learning rate and what decays."""
+"""Tests of AdamW's learning rate and weight decay."""
 
 from itertools import pairwise
 from typing import Any

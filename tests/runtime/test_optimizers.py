@@ -1,4 +1,4 @@
-"""The optimizers of plans: every plan trains as one process does, and resumes what another plan or optimizer wrote."""
+"""Tests of plans' optimizers: every plan trains as one process, and resumes other plans or optimizers."""
 
 import json
 from dataclasses import replace

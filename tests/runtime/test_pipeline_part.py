@@ -1,4 +1,4 @@
-"""What a pipeline exchanges is held while it is used: found in two processes, for two numbers of microbatches."""
+"""Tests that pipeline buffers are held while in use, in two processes, for two microbatch counts."""
 
 import pytest
 

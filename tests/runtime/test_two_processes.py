@@ -1,4 +1,4 @@
-"""Facts that need two ranks: dropout on unlike and like shares, synchronisation of microbatches, precision."""
+"""Tests that need two ranks: dropout on different and identical shares, microbatch sync, precision."""
 
 from typing import Any
 

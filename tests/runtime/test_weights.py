@@ -1,4 +1,4 @@
-"""Weights read from Hugging Face folders, and what is wrong with those that cannot be."""
+"""Tests of weights from Hugging Face folders, and of errors for those that cannot be read."""
 
 import errno
 import json

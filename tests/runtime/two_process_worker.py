@@ -1,4 +1,4 @@
-"""What two ranks measure for `test_two_processes`: one launch, many facts."""
+"""Measurements by two ranks for `test_two_processes`: one launch, many facts."""
 
 from collections import Counter
 from collections.abc import Callable

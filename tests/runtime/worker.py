@@ -1,7 +1,7 @@
-"""Processes that run every case of a module of cases and write what they found as JSON.
+"""Processes that run every case of a module of cases and write their results as JSON.
 
-``python -m tests.runtime.worker MODULE NAMES RESULT.json`` with a JSON list of the names of some cases, or of none for
-all. One process trains the unmodified model without a plan first; the others compare with what it wrote.
+``python -m tests.runtime.worker MODULE NAMES RESULT.json`` takes a JSON list of names of cases, empty for
+all. One process first trains the unmodified model without a plan; the others compare with its results.
 """
 
 import importlib

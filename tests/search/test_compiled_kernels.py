@@ -1,4 +1,4 @@
-"""The kernels of the search as the wheel has them: the same results, bit by bit, as those that numba compiles."""
+"""Tests that the wheel's search kernels give bitwise the results of those that numba compiles."""
 
 import importlib.util
 import inspect

@@ -1,4 +1,4 @@
-"""Cross-layer inputs in the search against exhaustive search, in problem files, and in what is reported."""
+"""Tests of cross-layer inputs in the search against exhaustive search, in problem files, and in reports."""
 
 import json
 from dataclasses import replace

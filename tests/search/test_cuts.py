@@ -1,4 +1,4 @@
-"""The best cuts with given strategies: the fastest of all cuts and numbers of recomputed blocks, one by one."""
+"""Tests of the best cuts with given strategies, against all cuts and numbers of recomputed blocks."""
 
 import itertools
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Tables that are made on demand: the same results as from tables that are there, and no more of them than needed."""
+"""Tests of tables built on demand: the same results, and no more tables than needed."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The cache of traces: no torch on the second call, and a damaged file costs time and nothing else."""
+"""Tests of the trace cache: no torch on the second call, and a damaged file only costs time."""
 
 import logging
 import subprocess

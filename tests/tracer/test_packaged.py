@@ -1,4 +1,4 @@
-"""Packaged traces: equal to fresh ones at lengths that were not packaged, and never used where they do not hold."""
+"""Tests of packaged traces: equal to fresh ones at other lengths, and never used where invalid."""
 
 from typing import Any
 

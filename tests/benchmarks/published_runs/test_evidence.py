@@ -1,4 +1,4 @@
-"""Jobs whose rows contradict each other and tables that were computed, found by what is measured alone."""
+"""Tests that contradictory jobs and computed tables are found from measurements alone."""
 
 from dataclasses import replace
 

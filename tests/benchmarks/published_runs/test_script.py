@@ -1,4 +1,4 @@
-"""``python benchmarks/published_runs.py`` as a user meets it."""
+"""Tests of ``python benchmarks/published_runs.py`` from the command line."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Small models all of whose layers are under cp, on four processes, against the unmodified model in one."""
+"""Worker for cp on four processes: small models with cp on all layers, against the unmodified model in one process."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace

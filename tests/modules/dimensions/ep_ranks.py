@@ -1,6 +1,6 @@
-"""What every rank of the tests of ep does: a small model whose blocks are divided, against one process.
+"""Work of every rank in the tests of ep: a small model with divided blocks, against one process.
 
-Each rank reads samples of its own. The references are found by the rank alone, from the unmodified model.
+Each rank reads its own samples, and computes its references alone from the unmodified model.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""What a rank does and keeps under cp, counted on fake tensors: equal shares of work, and no gathered keys."""
+"""Tests of work and memory of a rank under cp on fake tensors: equal shares of work, no gathered keys."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

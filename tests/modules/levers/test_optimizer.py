@@ -1,4 +1,4 @@
-"""The optimizers of levers against those that they are made of, on one tensor of every shape."""
+"""Tests of the levers' optimizers against the originals, on one tensor of every shape."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""A dimension is added in one place: as one value it is enumerated, read, refused, priced, planned with and
-explained."""
+"""Test that a dimension added in one place is enumerated, read, refused, priced, planned with and explained."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

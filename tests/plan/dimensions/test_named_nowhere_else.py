@@ -1,5 +1,4 @@
-"""No module but a dimension's own and its twin names it, its modes or their values: everything else asks the
-registry."""
+"""Tests that only a dimension's own module and its implementation name it; others ask the registry."""
 
 import ast
 from collections.abc import Iterator

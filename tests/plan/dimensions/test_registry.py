@@ -1,4 +1,4 @@
-"""Every parallelism dimension answers all questions, is written and read alike, and has a twin that makes layers so."""
+"""Tests that every dimension answers all questions, round-trips as text, and has an implementation for layers."""
 
 import importlib
 import math

@@ -1,4 +1,4 @@
-"""The page of solved plans in a real browser: every control shows the plan of the data, as do its link and buttons."""
+"""Tests of the page of solved plans in a real browser: every control, link and button shows the plan of the data."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Markup escapes by construction."""
+"""Tests that markup always escapes."""
 
 import html
 from html.parser import HTMLParser

@@ -1,4 +1,4 @@
-"""The page of a report as text: what it says, that it loads nothing, and that no text becomes markup."""
+"""Tests of a report page as text: its content, that it loads nothing, and that no text becomes markup."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""``--data PATH``: what text and token files become, and what is refused."""
+"""Tests of ``--data PATH``: text and token files, and refusals."""
 
 import json
 from collections.abc import Callable
