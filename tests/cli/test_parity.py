@@ -45,7 +45,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    """Lets the processes have found something, without starting them."""
+    """Pretend that the processes have found something, without starting them."""
     monkeypatch.setattr(parity_run, "launch_parity", lambda *_, **__: FOUND | changes)
 
 

@@ -48,7 +48,7 @@ CONFIGS: list[tuple[int, int, str, int]] = [
 
 
 def seed(pipeline: PipelineConfig) -> str:
-    """The same for the same configuration in every process."""
+    """Seed that is the same for the same configuration in every process."""
     return f"{pipeline.num_stages} {pipeline.num_microbatches} {pipeline.schedule} {pipeline.num_chunks}"
 
 

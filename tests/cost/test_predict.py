@@ -27,7 +27,7 @@ FOUR_STAGES = ("fsdp2, dp2", "tp2", "tp2+sp remat=full", "dp2, fsdp2")
 
 
 def by_tables(of: Job, candidate: Plan) -> Solution:
-    """The same choice, priced from cost tables as the search does it."""
+    """Same choice, priced from cost tables as in the search."""
     where = config(
         of,
         num_stages=len(candidate.stages),

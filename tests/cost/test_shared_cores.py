@@ -36,7 +36,7 @@ def num_stages_of(pipeline: tuple[list[StageTimes], int, str, int]) -> int:
 
 
 def with_transfers(parts: list[StageTimes]) -> list[StageTimes]:
-    """Parts without transfers, whose passes take as much longer as it takes to hand over what they take and make."""
+    """Parts without transfers, whose passes take longer by the time of handing over their inputs and outputs."""
     handed_s = [0.0, *(part.transfer_s for part in parts[1:]), 0.0]
     return [
         StageTimes(

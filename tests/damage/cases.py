@@ -100,7 +100,7 @@ def whole_files(whole: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def file_name(sort: str) -> str:
-    """Where a case has the file of a sort."""
+    """Name of the file of a sort in a case."""
     return sort + (".yaml" if sort in YAML else ".json")
 
 

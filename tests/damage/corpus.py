@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent / "corpus"
 
 
 def keep(case: Case, folder: Path) -> None:
-    """Writes a case into a folder, by its seed."""
+    """Write a case into a folder, named by its seed."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {name: base64.b64encode(content).decode() for name, content in case.files.items()}
     content = {"seed": case.seed, "arguments": case.arguments, "files": files}

@@ -38,7 +38,7 @@ Outcome = Literal["done", "nothing fits", "mistake", "read"]
 
 
 class ReadAll(BaseException):
-    """What was given is whole as far as the planner reads it."""
+    """Raised when input is complete as far as the planner reads it."""
 
 
 class TooLong(BaseException):
@@ -85,7 +85,7 @@ class Runner:
             self._invoke(Case(seed=0, arguments=command.split(" "), files={}))  # compiles kernels, at no case's expense
 
     def _invoke(self, case: Case) -> Result:
-        """What comes of the command with the files of a case."""
+        """Result of the command with the files of a case."""
         for name in self._damaged:
             (self._folder / name).write_bytes(self._whole[name])
         for name, content in case.files.items():
@@ -97,7 +97,7 @@ class Runner:
         return _Escaping().invoke(self._command, arguments)
 
     def run(self, case: Case) -> Outcome:
-        """How the case ended; raises `FindingError`."""
+        """Result of a case; raises `FindingError`."""
         try:
             with _limits(), warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -128,7 +128,7 @@ def _check_message(text: str) -> None:
 
 @contextlib.contextmanager
 def _limits() -> Iterator[None]:
-    """Ends what computes too long, and refuses memory beyond what is held now and `MOST_BYTES`."""
+    """End computations that take too long, and refuse memory beyond the current amount plus `MOST_BYTES`."""
 
     def give_up(_signal: int, _frame: object) -> None:
         raise TooLong

@@ -51,7 +51,7 @@ def flags_of(model: str, *, seq_len: int = 4096, **changes: Any) -> list[str]:
 
 
 def written(target: str, chain: ModelChain) -> object:
-    """What of an export says which model is trained."""
+    """Part of an export that says which model is trained."""
     return model_flags(chain, 4096) if target == "megatron" else changes_of(*flavor_of(chain, 4096))
 
 

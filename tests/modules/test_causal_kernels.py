@@ -24,7 +24,7 @@ def tensors(num_keys: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def expected(num_keys: int, dtype: torch.dtype, scores: Scores) -> tuple[Tensor, Gradients]:
-    """In fp32, with a mask."""
+    """Reference in fp32, with a mask."""
     *inputs, gradient = (tensor.to(dtype).float() for tensor in tensors(num_keys, dtype))
     for tensor in inputs:
         tensor.requires_grad_()

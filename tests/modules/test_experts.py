@@ -11,7 +11,7 @@ TOKENS, CHOSEN, EXPERTS, HIDDEN, WIDTH = 11, 3, 5, 4, 6
 
 
 class _Experts(nn.Module):
-    """As transformers keeps them."""
+    """Experts stored as in transformers."""
 
     def __init__(self) -> None:
         super().__init__()

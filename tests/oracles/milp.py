@@ -35,7 +35,7 @@ class Rows:
 
 
 def nodes_of(tables: CostTables) -> list[list[Node]]:
-    """For each layer the nodes (layer, stage, strategy) that a plan can pass."""
+    """Nodes (layer, stage, strategy) of each layer that a plan can pass."""
     layers, stages = len(tables.layers), tables.pipeline.num_stages
     return [
         [

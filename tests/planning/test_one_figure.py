@@ -28,7 +28,9 @@ from tests.oracles.exhaustive import all_boundaries
 
 ROUNDING = 1e-9
 JOBS = [*((False, seed) for seed in (1, 2, 15, 18, 22)), *((True, seed) for seed in (1, 2, 8, 17, 27, 35))]
-"""On 17, 27 and 35 the closed form misled: bounds above the step, a faster row, a plain plan that was not the least."""
+"""Seeds: on 17, 27 and 35 the closed form misled: bounds above the step, a faster row, a baseline that was not the
+minimum.
+"""
 
 
 def random_job(seed: int, *, shares_cores: bool) -> Job:

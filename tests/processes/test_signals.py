@@ -96,7 +96,7 @@ class Training:
                 os.kill(process, signal.SIGCONT)
 
     def processes(self) -> list[int]:
-        """Those that live and work with this training's temporary files."""
+        """Processes that live and work with this training's temporary files."""
         mark = f"TMPDIR={self.temporary}".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):

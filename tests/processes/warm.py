@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 class WarmProcess:
-    """What `subprocess.Popen` is to ``python -m MODULE …`` for `steelyard.processes.start`."""
+    """Substitute for `subprocess.Popen` of ``python -m MODULE …`` in `steelyard.processes.start`."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class WarmProcess:
 
 
 def run_warm(module: str, *arguments: object, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """What ``python -m MODULE …`` ends with and writes; raises `subprocess.TimeoutExpired` and ends it after that."""
+    """Return exit code and output of ``python -m MODULE …``; on a timeout end it and raise `TimeoutExpired`."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         process = WarmProcess(command, stdout=stdout.fileno(), stderr=stderr.fileno())

@@ -29,7 +29,7 @@ class Case:
 
     @property
     def precision(self) -> str:
-        """That of the plan."""
+        """Precision of the plan."""
         return str(self.make.keywords.get("precision", "fp32"))
 
 

@@ -54,7 +54,7 @@ def one_of_each_order(strategies: list[Strategy]) -> list[Strategy]:
 
 
 def dimensions_and_remat(strategy: Strategy) -> tuple[tuple[Dimension, ...], Remat]:
-    """What a fault of recomputation is likely to depend on."""
+    """Properties that a recomputation fault is likely to depend on."""
     return tuple(level.dimension for level in strategy.levels), strategy.remat
 
 

@@ -16,7 +16,7 @@ from tests.runtime.models import make_plan
 
 SEQ_LEN = 32
 SAMPLES = 4
-"""Of a microbatch."""
+"""Number of samples of a microbatch."""
 COUNTS = (8, 16)
 STAGES = {
     "gpipe": ("single, single remat=full", "single, single"),

@@ -12,7 +12,7 @@ from tests.runtime.cases import Case
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
 OLMOE_SPLIT = ModelSplit.model_validate_json((Path(__file__).parent / "olmoe_split.json").read_text())
-"""Of a type without a family file."""
+"""Split of a type without a family file."""
 
 TRAINED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 CONFIGS: dict[str, dict[str, Any]] = {

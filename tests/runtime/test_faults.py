@@ -54,7 +54,8 @@ def options(tmp_path: Path) -> TrainOptions:
 
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Trains as `launch` does, with faults planted in the processes, those of the first launch first.
+    """Train as `launch` does, with faults planted in the processes, those of the first launch first. However it ends,
+    it does in time, and no process is left.
 
     However it ends, it does in time, and no process is left.
     """

@@ -35,7 +35,7 @@ def load(name: str, path: Path) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """What the build of a wheel makes of the kernels."""
+    """Library that the build of a wheel makes of the kernels."""
     hatchling = "hatchling.builders.hooks.plugin.interface"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, hatchling, SimpleNamespace(BuildHookInterface=object))  # type: ignore[misc]

@@ -15,7 +15,7 @@ from tests.problems.random_tables import random_tables
 
 
 def drawn(seed: int) -> tuple[list[CostTables], list[OnDemand]]:
-    """Configurations, and the same on demand, each with some part of its lower bound known beforehand."""
+    """Configurations, and the same on demand, each with some part of its lower bound known in advance."""
     rng = np.random.default_rng(seed)
     tables = [random_tables(rng, max_plans=200) for _ in range(6)]
     return tables, [on_demand(each, rng.uniform(0.2, 1.0)) for each in tables]

@@ -100,8 +100,9 @@ def test_selective_remat_neither_communicates_nor_attends_again(method: str) -> 
 
 
 def traffic(text: str) -> dict[str, dict[str, list[float]]]:
-    """For each phase of a microbatch, the bytes of each call by its collective, as the twin in `plan.dimensions`
-    says."""
+    """Bytes of each call per phase of a microbatch, by collective, as the implementation in `plan.dimensions` gives
+    them.
+    """
     strategy = parse_strategy(text)
     query = SAMPLES * SEQ_LEN * HEADS * HEAD_DIM * BYTES
     exchanging = ("forward", "backward") + ("recomputation",) * (strategy.remat is Remat.FULL)

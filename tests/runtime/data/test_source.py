@@ -33,7 +33,7 @@ def all_tokens(data: TokenData, num_samples: int) -> list[list[int]]:
 
 @pytest.fixture(name="words")
 def _words(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a tokenizer of whole words: its ids are the places in the list."""
+    """Write a tokenizer of whole words: its ids are the places in the list."""
 
     def write(*words: str, end: str | None = None) -> Path:
         folder = tmp_path / "tokenizer"
