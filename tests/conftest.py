@@ -1,7 +1,7 @@
-"""Settings of all tests: a busy machine may take its time, two runs try the same, and every model is traced once.
+"""Settings of all tests: no deadlines on busy machines, the same examples in every run, one trace per model.
 
-Files with tests of several processes, which wait for each other, take turns with those of slow ones, which compute; all
-others come last, so that at the end no worker waits for one that began a long file last.
+Files with tests of several processes, which wait for each other, alternate with files of slow tests, which compute. All
+others come last, so that at the end no worker waits for one that started a long file last.
 """
 
 import atexit
@@ -24,7 +24,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # modules with plans of such models
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 torch.set_num_threads(1)
-"""As ranks have: threads that wait for each other spin, at several times the CPU of the work where cores are shared."""
+"""One thread, as on ranks: waiting threads spin, at several times the CPU of the work if cores are shared."""
 
 settings.register_profile(
     "steelyard", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
@@ -41,7 +41,7 @@ settings.load_profile("steelyard")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts files by the slowest marker of their tests, in turn where that is one of the two."""
+    """Sort files by the slowest marker of their tests, alternating between the two."""
     slowest = {item.path: 2 for item in items}
     for item in items:
         for rank, marker in enumerate(("processes", "slow")):
@@ -56,5 +56,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now is no garbage: looking at it again and again took 2 to 5 % of the CPU."""
+    """Exclude what is imported and collected by now from garbage collection, whose scans took 2 to 5 % of the CPU."""
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Jobs for tests, by what a user would say."""
+"""Jobs for tests, from what a user would enter."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""Of many like cases those that `make test` tries; the others are marked for `make nightly`, which tries them all.
+"""Selection of the cases that `make test` runs, of many similar ones; `make nightly` runs all.
 
-A sample is chosen by structure: whatever a case that is left out has, one that stays has, too.
+A sample is chosen by structure: every feature of an omitted case is in a selected one.
 """
 
 from collections.abc import Collection, Iterable

@@ -1,4 +1,4 @@
-"""The shape that tensor parallelism gives a layer, as profiles are keyed by it."""
+"""Shape of a layer under tensor parallelism, the key of profiles."""
 
 
 def tp_shape(tp: int, sp: bool = False) -> dict[str, int]:

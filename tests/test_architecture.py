@@ -1,4 +1,4 @@
-"""The shape of the project: imports without torch, docstrings and the files of a package."""
+"""Tests of the project's shape: imports without torch, docstrings and the files of a package."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 PLANNER = ("cli", "cost", "engines", "hardware", "model", "plan", "profiles", "report", "schedules", "search")
 TORCH_FREE = ("steelyard.installed", "steelyard.units", "steelyard.planning", "steelyard.tracer.cache")
 COPIED = SOURCE / "engines" / "scripts"
-"""What an export copies as it is, and nobody imports."""
+"""Files that an export copies unchanged, and nobody imports."""
 FILES_OF_ONE_MACHINE = re.compile(r"(?<![\w.~-])/(?:work|root|tmp)/")
 
 

@@ -1,4 +1,4 @@
-"""Errors: what their message says and that every one is a mistake of the user."""
+"""Tests of errors: their messages, and that every one is a user's mistake."""
 
 import pytest
 from hypothesis import given

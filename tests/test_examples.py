@@ -22,7 +22,7 @@ TRAINING = {
 
 
 def run_example(name: str, folder: Path, *arguments: str) -> str:
-    """What an example prints that runs in a folder, with the `steelyard` of these tests."""
+    """Output of an example that runs in a folder, with the `steelyard` of these tests."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     command = [sys.executable, str(ROOT / "examples" / name), *arguments]
     environment = {**os.environ, "PATH": path}

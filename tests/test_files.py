@@ -1,4 +1,4 @@
-"""Reading files: what is whole is read, and what no file of ours can be is refused before it costs anything."""
+"""Tests of file reading: complete files are read, and impossible files are refused early."""
 
 import json
 import subprocess

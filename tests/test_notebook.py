@@ -1,4 +1,4 @@
-"""The notebook of the examples runs cell by cell, without Jupyter, and its results show themselves."""
+"""Test that the examples' notebook runs cell by cell without Jupyter, with displayed results."""
 
 import json
 from pathlib import Path

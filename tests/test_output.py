@@ -1,4 +1,4 @@
-"""What is written is there as a whole or not at all, and a place that cannot be written is one message beforehand."""
+"""Tests that output is written completely or not at all, and that unwritable paths give one early message."""
 
 import errno
 import os

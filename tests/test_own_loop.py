@@ -1,4 +1,4 @@
-"""The example of a user's own loop: it is short, trains under a plan, and goes on under another."""
+"""Tests of the example of a user's own loop: short, trains under a plan, resumes under another."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What ``import steelyard`` offers is found by ``dir``, ``help`` and ``--version``."""
+"""Tests that ``dir``, ``help`` and ``--version`` show what ``import steelyard`` offers."""
 
 import pydoc
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""Units: the constants, how quantities print, and which texts are quantities of memory."""
+"""Tests of units: the constants, printed quantities, and texts that are quantities of memory."""
 
 import pytest
 from hypothesis import given

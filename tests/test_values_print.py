@@ -1,4 +1,4 @@
-"""Public values print as what they are, in a few lines: a plan, a model, a profile, tables of costs, a run record."""
+"""Tests that public values print themselves in a few lines: plan, model, profile, cost tables, run record."""
 
 import pytest
 

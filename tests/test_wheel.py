@@ -1,4 +1,4 @@
-"""The wheel, as it would be uploaded: built from the sources, installed alone beside its dependencies, and planning."""
+"""Test of the wheel as uploaded: built from sources, installed alone with dependencies, and planning."""
 
 import os
 import re
@@ -17,7 +17,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "-
 
 
 def run(*command: object, folder: Path = ROOT) -> str:
-    """What a command prints that ends well; it sees no sources of steelyard."""
+    """Output of a successful command that sees no sources of steelyard."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [str(word) for word in command]
     finished = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)

@@ -1,4 +1,4 @@
-"""Planning without torch: every command runs where it cannot be imported, or says how to install it."""
+"""Tests of planning without torch: commands run without it, or print how to install it."""
 
 import json
 import subprocess

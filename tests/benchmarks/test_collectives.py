@@ -1,4 +1,4 @@
-"""Measured collectives beside the cost model, and the fit that both calibrations share."""
+"""Tests of measured collectives against the cost model, and of the fit that both calibrations share."""
 
 import numpy as np
 from collectives import errors, measurements

@@ -1,4 +1,4 @@
-"""``benchmarks/gpu.py``: the same code as on a GPU, at small sizes on the CPU; and what it does without a GPU."""
+"""Tests of ``benchmarks/gpu.py``: the GPU code at small sizes on the CPU, and its behaviour without a GPU."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What measured kernels say of the cost model's forms."""
+"""Tests of the cost model's formulas against measured kernels."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The benchmark of levers on 13 open rows of its table; `lever_data/runs.csv` names the source and licence of each."""
+"""Benchmark of levers on 13 open rows of its table; `lever_data/runs.csv` gives source and licence of each."""
 
 import csv
 import runpy
@@ -42,7 +42,7 @@ def reason(row: Row) -> str:
 
 
 def run_command() -> None:
-    """Runs the script by its path: a folder of tests has its name."""
+    """Run the script by its path, because a folder of tests has its name."""
     script = Path(__file__).parents[2] / "benchmarks" / "levers.py"
     runpy.run_path(str(script), run_name="__main__")
 

@@ -1,4 +1,4 @@
-"""``benchmarks/pools.py``: what it makes of rows over several kinds of cards."""
+"""Tests of ``benchmarks/pools.py`` on rows with several types of cards."""
 
 import pytest
 from pools import calibrated_s, measured_plan, measured_rows

@@ -1,4 +1,4 @@
-"""The public runs with experts: their order is predicted, and their speed within stated bounds."""
+"""Tests that the order of the public runs with experts is predicted, and their speed within stated bounds."""
 
 from functools import cache
 from itertools import pairwise

@@ -22,7 +22,7 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run() -> Run:
-    """Runs a command in this process and returns its result; a `UserError` is kept as the exception of the result.
+    """Run a command in this process and return its result; a `UserError` is kept as the exception of the result.
 
     JSON that a command prints has the keys of its schema, whichever test runs it.
     """
@@ -38,7 +38,7 @@ def run() -> Run:
 
 
 def check_printed(command: str, text: str) -> None:
-    """Raises unless a text is JSON of the schema that ``steelyard schema COMMAND --json`` prints."""
+    """Raise unless a text is JSON of the schema that ``steelyard schema COMMAND --json`` prints."""
     _validator(command).validate(json.loads(text))
 
 
@@ -49,7 +49,7 @@ def _validator(command: str) -> Draft202012Validator:
 
 @pytest.fixture(scope="module", autouse=True)
 def _searched_once() -> Iterator[None]:
-    """Searches a plan and its baselines once in a module, however often they are shown: as text, as JSON, on a page."""
+    """Search a plan and its baselines once per module, however often they are shown: as text, JSON or page."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "complete", _once(plan.complete, lambda request, progress: request))
         others = _once(plan.engine_answers, lambda request, result, progress, limit_s=None: (request, limit_s))

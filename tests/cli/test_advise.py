@@ -1,4 +1,4 @@
-"""The command that says what to change: the longest sequence needs no length, one size is asked for at a time."""
+"""Tests of the command that recommends changes: the longest sequence needs no length; one size is asked at a time."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The default answer of ``steelyard plan``: at most 25 lines, with quantities whole; and sizes as people write them."""
+"""Tests of the default output of ``steelyard plan``: at most 25 lines, unbroken quantities, and readable sizes."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ def shown(found: Plan, width: int = 100) -> list[str]:
 
 @pytest.fixture(scope="module")
 def deep() -> Plan:
-    """A plan of 20 stages, of which neighbours are equal but for the first and the last."""
+    """Plan of 20 stages, whose neighbours are equal except the first and the last."""
     of = job(cluster(1, DEEP), num_hidden_layers=2 * DEEP - 2, global_batch=DEEP)
     return plan(of, *["single, single"] * DEEP, num_microbatches=DEEP)
 

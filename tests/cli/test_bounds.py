@@ -1,4 +1,4 @@
-"""Numbers beyond what can be computed with are refused by name, where they are read."""
+"""Tests that numbers too large to compute with are refused by name where they are read."""
 
 import json
 from pathlib import Path

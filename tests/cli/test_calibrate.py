@@ -1,4 +1,4 @@
-"""``steelyard plan --calibrate`` as a user meets it."""
+"""Tests of ``steelyard plan --calibrate`` from the command line."""
 
 from pathlib import Path
 

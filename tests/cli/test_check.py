@@ -1,4 +1,4 @@
-"""``steelyard check`` as a user meets it."""
+"""Tests of ``steelyard check`` from the command line."""
 
 import json
 from dataclasses import replace

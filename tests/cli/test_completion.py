@@ -1,4 +1,4 @@
-"""What the shell completes: commands, models, devices, targets of an export and files with a schema."""
+"""Tests of shell completion: commands, models, devices, export targets and files with a schema."""
 
 import pytest
 from typer.testing import CliRunner

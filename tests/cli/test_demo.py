@@ -1,4 +1,4 @@
-"""The whole product in one command, on real processes and real text."""
+"""Test of the whole product in one command, on real processes and real text."""
 
 import json
 import subprocess

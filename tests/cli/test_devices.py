@@ -1,4 +1,4 @@
-"""``steelyard devices``: what is known of each, and whether its rates are fitted or assumed."""
+"""Tests of ``steelyard devices``: the known values of each device, and whether its rates are fitted or assumed."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Lost and slow nodes as a user meets them: `train --elastic` and `explain --record`."""
+"""Tests of lost and slow nodes from the command line: `train --elastic` and `explain --record`."""
 
 import json
 from pathlib import Path

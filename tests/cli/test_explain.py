@@ -1,4 +1,4 @@
-"""``steelyard explain`` as a user meets it."""
+"""Tests of ``steelyard explain`` from the command line."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""``steelyard explore``: every point is what the planner finds there, and what was not solved is said."""
+"""Tests of ``steelyard explore``: every point is the planner's result, and unsolved points are reported."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""``steelyard export``: what it writes and says, and what it refuses."""
+"""Tests of ``steelyard export``: its files, its output and its refusals."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""``steelyard frontier``, ``plan --objective devices`` and ``plan --global-batch max`` as a user meets them."""
+"""Tests of ``steelyard frontier``, ``plan --objective devices`` and ``plan --global-batch max``."""
 
 import itertools
 import json

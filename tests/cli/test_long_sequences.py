@@ -1,4 +1,4 @@
-"""Sequences longer than a rotary model was made for: a warning wherever the plan is shown, and in its file."""
+"""Tests of the warning for sequences beyond a rotary model's length, in every view of the plan and in its file."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ WARNING = (
 
 
 def output(*arguments: str) -> str:
-    """What a command prints, in one line."""
+    """Output of a command, in one line."""
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     return " ".join(result.output.split())
@@ -28,7 +28,7 @@ def output(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a plan for long sequences, and what was printed of it."""
+    """Return a folder with a plan for long sequences, and the output of planning it."""
     made = tmp_path_factory.mktemp("long")
     (made / "printed.txt").write_text(output("plan", "llama3-8b", *LONG, "-v", "-o", str(made / "plan.json")))
     return made

@@ -1,4 +1,4 @@
-"""``steelyard mcp``: its tools answer as the commands do, in their schemas, and stay in their folder."""
+"""Tests of ``steelyard mcp``: tools answer as the commands do, follow their schemas, and stay in their folder."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ Call = Callable[..., tuple[bool, Any]]
 
 @pytest.fixture
 def call(tmp_path: Path) -> Call:
-    """Calls a tool of a server for ``home``: whether it is an error, and the object or the message."""
+    """Call a tool of a server for ``home``: return whether it is an error, and the object or the message."""
 
     async def ask(tool: str, arguments: dict[str, Any]) -> tuple[bool, Any]:
         async with Client(make_server(tmp_path / "home")) as client:

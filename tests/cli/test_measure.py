@@ -1,4 +1,4 @@
-"""``steelyard measure``: plans that a file keeps, run one after another, and what goes on."""
+"""Tests of ``steelyard measure``: a file's plans run one after another, and the fastest one goes on."""
 
 import json
 from pathlib import Path

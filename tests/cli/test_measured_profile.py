@@ -1,4 +1,4 @@
-"""Plans from a measured profile as a user meets them: the profile is found again, or it is said why not."""
+"""Tests of plans from a measured profile: the profile is found again, or the error says why not."""
 
 import json
 from pathlib import Path

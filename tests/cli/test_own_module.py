@@ -1,4 +1,4 @@
-"""A user's own module on the command line: the builder is named there, and a plan file alone never runs code."""
+"""Tests of a user's own module on the command line: its builder is named there, and a plan file never runs code."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""``steelyard parity``: a user's plan at small width against one process, as a table, as JSON and as an exit code."""
+"""Tests of ``steelyard parity``: a plan at small width against one process, as table, JSON and exit code."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    """Lets the processes have found something, without starting them."""
+    """Pretend that the processes have found something, without starting them."""
     monkeypatch.setattr(parity_run, "launch_parity", lambda *_, **__: FOUND | changes)
 
 

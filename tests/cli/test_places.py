@@ -1,4 +1,4 @@
-"""Every option that names what to write: its place is tried before anything else is, the plan included."""
+"""Tests that the path of every output option is checked before anything else, including the plan."""
 
 import pytest
 

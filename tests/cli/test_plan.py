@@ -1,4 +1,4 @@
-"""``steelyard plan`` and ``steelyard explain`` as a user meets them."""
+"""Tests of ``steelyard plan`` and ``steelyard explain`` from the command line."""
 
 import json
 import os
@@ -30,7 +30,7 @@ USED_BY_PLAN = {
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What is printed of the plan of the job, and where the plan is: beside a name that is kept as it is."""
+    """Output of planning the job, and the path of the plan, in a folder whose long name must be kept."""
     folder = tmp_path_factory.mktemp("plan") / ("a-[b]-name-" + "long-" * 20)
     folder.mkdir()
     arguments = ["plan", *SMALL, "-v", "-o", folder / "plan.json"]

@@ -1,4 +1,4 @@
-"""``--cluster`` with several pools: what `plan`, `explain` and the others say of such a plan, and what they refuse."""
+"""Tests of ``--cluster`` with several device groups: output of `plan`, `explain` and others, and refusals."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""``steelyard price``, and ``--engine`` of the other commands."""
+"""Tests of ``steelyard price``, and of ``--engine`` of the other commands."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What ``steelyard profile`` decides before it measures, and what its file is good for."""
+"""Tests of the decisions of ``steelyard profile`` before it measures, and of the use of its file."""
 
 import json
 from pathlib import Path

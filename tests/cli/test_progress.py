@@ -1,4 +1,4 @@
-"""What is being done now, where no terminal shows it: a line on standard error every so often."""
+"""Tests of progress without a terminal: a line on standard error at intervals."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""``steelyard report`` as a user meets it."""
+"""Tests of ``steelyard report`` from the command line."""
 
 import json
 from pathlib import Path

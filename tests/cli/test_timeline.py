@@ -1,4 +1,4 @@
-"""``steelyard timeline`` as a user meets it."""
+"""Tests of ``steelyard timeline`` from the command line."""
 
 import json
 from itertools import pairwise

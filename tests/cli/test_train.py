@@ -1,4 +1,4 @@
-"""The command that trains: its options are those of the processes that it starts."""
+"""Tests of the training command: its options are those of the processes that it starts."""
 
 from pathlib import Path
 from typing import Any

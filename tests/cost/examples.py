@@ -1,4 +1,4 @@
-"""A small model, a made-up profile of it and jobs on known clusters, that the tests of costs share; no torch."""
+"""Small model, made-up profile and jobs on known clusters, shared by the tests of costs; no torch."""
 
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -150,7 +150,7 @@ def _layer(layer_type: str, tp: int, sp: bool) -> LayerProfile:
 
 
 def _recomputations(layer_type: str, tp: int, sp: bool, forward: Work) -> tuple[Recomputation, ...]:
-    """Full remat repeats the forward pass but for one collective; selective its memory-bound part, without FLOP."""
+    """Recomputations: full remat repeats all but one collective; selective the memory-bound part, without FLOP."""
     hidden_bytes = 2 * SEQ_LEN * CONFIG["hidden_size"]
     saved, entering = 10.0 * hidden_bytes / tp, hidden_bytes / (tp if sp else 1)
     again = CollectiveCount(
@@ -180,7 +180,7 @@ def _recomputations(layer_type: str, tp: int, sp: bool, forward: Work) -> tuple[
 
 
 def measured_profile(model: ModelChain, samples: Sequence[int] = (1, 2, 4), *, num_devices: int = 4) -> Profile:
-    """The same as if measured on so many CPU processes: a millisecond for each sample, forward and backward alike."""
+    """Profile as if measured on so many CPU processes: 1 ms per sample, both forward and backward."""
     return as_measured(profile(model, "fp32"), samples, num_devices=num_devices)
 
 
@@ -224,7 +224,7 @@ def job(
 
 
 def job_on_shared_cores() -> Job:
-    """Of two processes, each of which is twice as fast while the other waits: the search's sums rank wrongly there."""
+    """Job of two processes, each twice as fast while the other waits: the search's sums rank wrongly there."""
     of = job(cluster(1, 2, intra_bytes_per_s=1e9), global_batch=8, hidden_size=256, intermediate_size=512)
     identity = of.profile.identity.model_copy(update={"num_devices": 2})
     return of.on(profile=of.profile.model_copy(update={"busy_speeds": (2.0, 1.0), "identity": identity}))

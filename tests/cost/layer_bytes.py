@@ -20,7 +20,7 @@ class LayerBytes:
 
 
 def layer_bytes(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerBytes:
-    """Those of a layer of this type under a legal strategy."""
+    """Bytes of the tensors of a layer of this type under a legal strategy."""
     layer_types = config.job.chain.layer_types
     legal = np.array([[each == layer_type] for each in layer_types])
     rows = layer_rows(config, (strategy,), legal).of_tensors

@@ -1,4 +1,4 @@
-"""The errors that predictions state are those that the benchmarks found, and depend on where the costs come from."""
+"""Tests that stated prediction errors are those of the benchmarks, and depend on the source of the costs."""
 
 from collections.abc import Sequence
 from dataclasses import replace

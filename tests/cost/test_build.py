@@ -1,4 +1,4 @@
-"""Costs of several pipeline configurations, made together."""
+"""Tests of costs of several pipeline configurations built together."""
 
 from dataclasses import replace
 

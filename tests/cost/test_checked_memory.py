@@ -1,4 +1,4 @@
-"""Predicted bytes against what `steelyard check` finds: an upper bound, and close, whatever a plan is made of."""
+"""Tests that predicted bytes are a close upper bound of what `steelyard check` finds, for every type of plan."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def num_microbatches(self) -> int:
-        """As given, or the least that fill the pipeline and accumulate gradients."""
+        """Number of microbatches as given, or the minimum that fills the pipeline and accumulates gradients."""
         return self.microbatches or (2 if self.num_stages == 1 else 4)
 
 

@@ -1,4 +1,4 @@
-"""Seconds of collectives against numbers worked out by hand, and the laws they obey."""
+"""Tests of the time of collectives, against numbers worked out by hand and against laws."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What costs say that context parallelism sends, against what a layer made so sends, and keeps, on fake tensors."""
+"""Tests of predicted context-parallel traffic and memory against layers on fake tensors."""
 
 from collections import Counter
 from functools import cache

@@ -1,4 +1,4 @@
-"""Closed forms of decoders: without fused kernels against traces of transformers, with them against counts by hand."""
+"""Tests of closed forms of decoders: against traces without fused kernels, and against counts by hand with them."""
 
 from dataclasses import replace
 from functools import cache

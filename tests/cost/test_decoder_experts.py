@@ -1,4 +1,4 @@
-"""What routed experts add to a block, against counts worked out by hand."""
+"""Tests of the cost that routed experts add to a block, against counts worked out by hand."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which rates are fitted and which are assumed, and that both are said."""
+"""Tests of which rates are fitted and which are assumed, and that both are reported."""
 
 import pytest
 from hypothesis import given
@@ -73,7 +73,7 @@ def attention_of(*calls: AttentionCall) -> Work:
 
 
 def slowness(device: str, samples: float = 1, **changes: object) -> float:
-    """How many times as long as at the usual shape attention takes for its FLOP."""
+    """Time of attention for its FLOP, relative to the usual shape."""
     work = attention_of(FLASH.model_copy(update=changes))
     return efficiency_of(device, "").attention_shape.flop(work, samples) / work.attention_flop.at(samples)
 

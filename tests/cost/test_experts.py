@@ -1,4 +1,4 @@
-"""Layers whose experts ranks divide: what is sent and held, against numbers worked out by hand."""
+"""Tests of layers with experts divided over ranks: traffic and memory, against numbers worked out by hand."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Folded tables: what they say of a plan is what the plan that they unfold to costs."""
+"""Tests that folded tables give the cost of the plan that they unfold to."""
 
 from dataclasses import replace
 

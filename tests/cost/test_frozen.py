@@ -1,4 +1,4 @@
-"""What is frozen: predicted bytes against what `steelyard check` finds, and laws of what freezing may cost."""
+"""Tests of frozen parts: predicted bytes against `steelyard check`, and laws of the cost of freezing."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""What a rank reads beside the hidden state: samples of a whole step, and what all layers of a pass share."""
+"""Tests of inputs besides the hidden state: samples of a step, and data shared by all layers of a pass."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Time and memory of a layer: the constants, each term, and the laws."""
+"""Tests of time and memory of a layer: the constants, each term, and the laws."""
 
 from dataclasses import replace
 from math import isclose
@@ -421,7 +421,7 @@ def test_more_samples_never_take_less_memory_or_time(text: str) -> None:
 
 
 class TestFrameworks:
-    """What a framework does otherwise than the runtime changes what a plan costs, in the direction it must."""
+    """Effects of framework differences from the runtime on the cost of a plan, each in the required direction."""
 
     STATES = StateBytes(parameters=2, gradients=4, optimizer=12, zero=1)
 

@@ -1,4 +1,4 @@
-"""What the search adds up is what is predicted of the plan, term by term, whatever the plan is."""
+"""Tests that the search's sum of terms is the prediction for the plan, term by term."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ CONFIGS: list[tuple[int, int, str, int]] = [
 
 
 def seed(pipeline: PipelineConfig) -> str:
-    """The same for the same configuration in every process."""
+    """Seed that is the same for the same configuration in every process."""
     return f"{pipeline.num_stages} {pipeline.num_microbatches} {pipeline.schedule} {pipeline.num_chunks}"
 
 

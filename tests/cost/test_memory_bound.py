@@ -1,4 +1,4 @@
-"""Predicted bytes against the live tensor storages of the real runtime, in one process."""
+"""Tests of predicted bytes against the live tensor storages of the real runtime, in one process."""
 
 import gc
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a device is, and what carries its collectives, is said: neither follows from which of its rates are known."""
+"""Tests that device type and link type are explicit, not derived from which rates are known."""
 
 from dataclasses import replace
 

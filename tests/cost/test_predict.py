@@ -1,4 +1,4 @@
-"""A plan's prediction against the tables that the search works on, and against known answers."""
+"""Tests of a plan's prediction against the search's tables and against known answers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,7 @@ FOUR_STAGES = ("fsdp2, dp2", "tp2", "tp2+sp remat=full", "dp2, fsdp2")
 
 
 def by_tables(of: Job, candidate: Plan) -> Solution:
-    """The same choice, priced from cost tables as the search does it."""
+    """Same choice, priced from cost tables as in the search."""
     where = config(
         of,
         num_stages=len(candidate.stages),

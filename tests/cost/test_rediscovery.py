@@ -1,4 +1,4 @@
-"""Known answers from known inputs: what is planned for a model of a billion parameters as its memory shrinks."""
+"""Known answers from known inputs: plans of a model of a billion parameters as memory shrinks."""
 
 from collections.abc import Callable
 from functools import cache

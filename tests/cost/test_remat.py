@@ -1,4 +1,4 @@
-"""Time and memory of the remat choices: what each term is made of, and the order between the choices."""
+"""Tests of time and memory of the remat choices: the terms, and the order between the choices."""
 
 import pytest
 from hypothesis import given

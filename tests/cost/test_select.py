@@ -1,4 +1,4 @@
-"""Cost tables of some layer types alone."""
+"""Tests of cost tables for only some layer types."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,4 @@
-"""What the runtime sends for the states of a layer, against what its parallelism dimensions say: calls, bytes,
-ranks."""
+"""Tests of the collectives of a layer's states, runtime against parallelism dimensions: calls, bytes, ranks."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ Sent = Counter[tuple[str, int, int]]
 
 @contextmanager
 def _recorded(found: Sent) -> Iterator[None]:
-    """Notes the collectives of the context, but for that of the loss, over the world."""
+    """Record the collectives of the context, except the loss's, over the world."""
 
     def noting(name: str, whole: str) -> Any:
         call = getattr(dist, name)
@@ -51,7 +50,7 @@ def _recorded(found: Sent) -> Iterator[None]:
 
 
 def issued(candidate: Plan) -> Sent:
-    """Of the second step, which is like every later one."""
+    """Return the collectives of the second step, which is like every later one."""
     dist.init_process_group("fake", rank=0, world_size=candidate.num_devices, store=FakeStore())
     found: Sent = Counter()
     try:
@@ -83,7 +82,7 @@ def predicted(text: str, config: JobConfig) -> Sent:
     "text", ["fsdp8", "dp2-fsdp4", "dp4-fsdp2", "dp2-fsdp4 zero2", "fsdp8 zero1", "dp2-fsdp4 zero1"]
 )
 def test_states_are_sent_as_often_as_priced_in_bytes_and_over_ranks_that_are_priced(text: str) -> None:
-    """But for the head, which FSDP gathers ahead once more as the step ends (`steelyard.cost.stage_memory`)."""
+    """The head is an exception: FSDP gathers it ahead once more as the step ends (`steelyard.cost.stage_memory`)."""
     of = job(cluster(), global_batch=NUM_DEVICES * MICROBATCHES)
     traced = of.on(profile=trace(of.chain, seq_len=SEQ_LEN, precision="bf16", degrees=(1,)))
     config = JobConfig(job=traced, pipeline=pipeline(1, MICROBATCHES, "1f1b", 1))

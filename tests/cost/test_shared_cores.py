@@ -1,4 +1,4 @@
-"""Stages that share processor cores: like others where nothing is shared, never idle where one core serves all."""
+"""Tests of stages that share processor cores: no effect without sharing, no idle time with one core for all."""
 
 import pytest
 from hypothesis import given
@@ -36,7 +36,7 @@ def num_stages_of(pipeline: tuple[list[StageTimes], int, str, int]) -> int:
 
 
 def with_transfers(parts: list[StageTimes]) -> list[StageTimes]:
-    """Parts without transfers, whose passes take as much longer as it takes to hand over what they take and make."""
+    """Parts without transfers, whose passes take longer by the time of handing over their inputs and outputs."""
     handed_s = [0.0, *(part.transfer_s for part in parts[1:]), 0.0]
     return [
         StageTimes(

@@ -1,4 +1,4 @@
-"""The schedule simulator against its closed form and the laws of a pipeline."""
+"""Tests of the schedule simulator against its closed form and the laws of a pipeline."""
 
 from itertools import accumulate, pairwise
 

@@ -1,4 +1,4 @@
-"""The collectives of a switch against those that DTensor issues, for every pair of layouts of 4, 6 and 8 devices."""
+"""Tests of resharding collectives against DTensor's, for every pair of layouts of 4, 6 and 8 devices."""
 
 from collections.abc import Iterator
 from dataclasses import replace

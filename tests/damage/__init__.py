@@ -1,1 +1,1 @@
-"""Generated damage: what a user may give, broken in all ways that chance finds, through every reader and command."""
+"""Fuzzing: random damage of user inputs, through every reader and command."""

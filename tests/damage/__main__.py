@@ -1,4 +1,4 @@
-"""``python -m tests.damage``: tries many cases, prints the seed of each that ends badly, and keeps them on demand."""
+"""``python -m tests.damage``: runs many cases, prints the seed of each failure, and saves them on request."""
 
 import argparse
 import collections

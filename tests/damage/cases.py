@@ -1,4 +1,4 @@
-"""What is tried: a command with files and arguments, of which one or two are damaged; the same for the same seed."""
+"""Fuzzing cases: a command with files and arguments, one or two of them damaged; deterministic for a seed."""
 
 import json
 from collections.abc import Mapping
@@ -100,7 +100,7 @@ def whole_files(whole: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def file_name(sort: str) -> str:
-    """Where a case has the file of a sort."""
+    """Name of the file of a sort in a case."""
     return sort + (".yaml" if sort in YAML else ".json")
 
 

@@ -1,4 +1,4 @@
-"""Cases that once ended badly, each in a file, with those of its files that are not whole."""
+"""Cases that once failed, each in a file, with its damaged files."""
 
 import base64
 import json
@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent / "corpus"
 
 
 def keep(case: Case, folder: Path) -> None:
-    """Writes a case into a folder, by its seed."""
+    """Write a case into a folder, named by its seed."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {name: base64.b64encode(content).decode() for name, content in case.files.items()}
     content = {"seed": case.seed, "arguments": case.arguments, "files": files}

@@ -1,4 +1,4 @@
-"""One whole file of each sort that steelyard reads, small enough that a whole search takes milliseconds."""
+"""One valid file of each type that steelyard reads, small enough that a search takes milliseconds."""
 
 import json
 import tempfile

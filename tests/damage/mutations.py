@@ -1,4 +1,4 @@
-"""Damage to a value that JSON can hold, to the text of a file, and to the arguments of a command."""
+"""Damage to a JSON value, to the text of a file, and to the arguments of a command."""
 
 import copy
 import json
@@ -115,6 +115,6 @@ def damaged_arguments(arguments: list[str], random: Random) -> list[str]:
 
 
 def _as_argument(value: Any) -> str:
-    """As the command line could pass it: no NUL, and what is no text becomes JSON."""
+    """Text as the command line could pass it: no NUL, and other values become JSON."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text.replace("\x00", "0").encode(errors="surrogatepass").decode(errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""Every whole number of every file in turn, in whose place stands what no index may be; found by walking the files."""
+"""Replacement of every integer of every file by values that are invalid as an index."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,9 +9,9 @@ from typing import Any
 from tests.damage.cases import COMMANDS, TARGETS, Case, file_name, file_text
 
 BEYOND = (-1, 2**63, 2**64)
-"""What no number of a file may be."""
+"""Values that no number of a file may have."""
 WITHIN = (0, 1, 2, 3)
-"""What many may be."""
+"""Values that many numbers may have."""
 
 Place = tuple[str | int, ...]
 

@@ -1,9 +1,9 @@
-"""Runs cases in this process, through the command line as it is, and says what came of each.
+"""Execution of cases in this process through the real command line, and classification of their results.
 
-A case ends well with exit code 0 (done), 1 (nothing fits) or 2 (a mistake of the user, named in a short message).
+A case ends well with exit code 0 (done), 1 (nothing fits) or 2 (a user error, named in a short message).
 Anything else is a finding: another exception, a warning, more than `MOST_S` seconds of computing or `MOST_BYTES` of
-memory. A case that asks for another process, or for torch where that is not at hand, has passed all that is read, and
-ends there.
+memory. A case that starts another process, or needs torch where it is not installed, ends there: all of its input has
+been read.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ Outcome = Literal["done", "nothing fits", "mistake", "read"]
 
 
 class ReadAll(BaseException):
-    """What was given is whole as far as the planner reads it."""
+    """Raised when input is complete as far as the planner reads it."""
 
 
 class TooLong(BaseException):
@@ -85,7 +85,7 @@ class Runner:
             self._invoke(Case(seed=0, arguments=command.split(" "), files={}))  # compiles kernels, at no case's expense
 
     def _invoke(self, case: Case) -> Result:
-        """What comes of the command with the files of a case."""
+        """Result of the command with the files of a case."""
         for name in self._damaged:
             (self._folder / name).write_bytes(self._whole[name])
         for name, content in case.files.items():
@@ -97,7 +97,7 @@ class Runner:
         return _Escaping().invoke(self._command, arguments)
 
     def run(self, case: Case) -> Outcome:
-        """How the case ended; raises `FindingError`."""
+        """Result of a case; raises `FindingError`."""
         try:
             with _limits(), warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -128,7 +128,7 @@ def _check_message(text: str) -> None:
 
 @contextlib.contextmanager
 def _limits() -> Iterator[None]:
-    """Ends what computes too long, and refuses memory beyond what is held now and `MOST_BYTES`."""
+    """End computations that take too long, and refuse memory beyond the current amount plus `MOST_BYTES`."""
 
     def give_up(_signal: int, _frame: object) -> None:
         raise TooLong

@@ -1,4 +1,4 @@
-"""Nothing that a user gives ends in a traceback, takes long, or much memory: generated damage and what it found."""
+"""Tests that no user input causes a traceback, a long run or high memory: random damage and past findings."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from tests.damage.documents import REAL_TYPES, SPLIT_TYPE, whole
 from tests.damage.numbers import BEYOND, changed, places
 
 CASES = 100
-"""The same each time; `make fuzz` and `make nightly` try others."""
+"""Examples are the same each time; `make fuzz` and `make nightly` try others."""
 
 
 def _plan(content: Any) -> Plan:
@@ -51,7 +51,7 @@ def _documents() -> dict[str, Any]:
 
 
 def refusal(read: Callable[[Any], object], content: Any) -> str:
-    """What a reader says of content that it does not take; empty where it takes it."""
+    """Message of a reader that refuses content; empty if it accepts it."""
     try:
         read(content)
     except UserError as error:
@@ -80,7 +80,7 @@ def numbers_of(schema: Any, inside: bool = False) -> Iterator[str]:
 
 
 def run_damage(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs cases in a process of their own, which may be limited, and in which nothing imports torch."""
+    """Run cases in a separate process, which may be limited, and in which nothing imports torch."""
     command = [sys.executable, "-m", "tests.damage", *map(str, arguments)]
     root = Path(__file__).parents[2]
     return subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True)

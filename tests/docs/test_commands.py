@@ -1,4 +1,4 @@
-"""Every ``steelyard`` command that README.md and docs/ show: it runs, or is listed here with the reason why not.
+"""Tests of every ``steelyard`` command in README.md and docs/: it runs, or is listed here with a reason why not.
 
 Commands of other pages, and those inside sentences, exist with the options that they show.
 
@@ -76,7 +76,7 @@ def _words(text: str) -> list[str]:
 
 
 def reason_not_to_run(words: list[str]) -> str | None:
-    """Why a command is not run here; None for one that is."""
+    """Reason why a command is not run here; None if it is."""
     if words[0] in COVERED_ELSEWHERE:
         return COVERED_ELSEWHERE[words[0]]
     return next((reason for option, reason in NEEDS.items() if option in words), None)

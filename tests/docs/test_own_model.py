@@ -1,4 +1,4 @@
-"""The guide to a model of one's own: its code is the example's, which trains, and goes on under another plan."""
+"""Tests of the guide to your own model: its code is the example's, which trains and resumes under another plan."""
 
 import re
 from pathlib import Path

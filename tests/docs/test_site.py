@@ -1,4 +1,4 @@
-"""The site is built strictly, loads nothing from elsewhere and holds every page; lines and links of all Markdown."""
+"""Tests of the site: a strict build, no external resources, every page; lines and links of all Markdown files."""
 
 import os
 import re

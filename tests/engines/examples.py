@@ -1,4 +1,4 @@
-"""Plans that the tests of exports share: of one strategy, with and without a pipeline, and of a mix per layer."""
+"""Plans shared by the tests of exports: one strategy with and without a pipeline, and a mix per layer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Plans that the plain PyTorch script trains, each in a few processes, to be compared with the runtime in one.
+"""Plans that the plain PyTorch script trains on a few processes, compared with the runtime in one process.
 
 ``python -m tests.engines.script_cases FOLDER RESULT.json`` trains every case whose file is in the folder, all in one
 launch and one world of `NUM_RANKS` forks.
@@ -30,7 +30,7 @@ TOKENS, IMAGES = "tokens.npy", "images"
 
 
 def _plan(config: dict[str, Any], *stages: str, **configs: Any) -> Callable[[], Plan]:
-    """Makes the plan once it is asked for, since its model is split then, which collecting does not wait for."""
+    """Build the plan on demand, because its model is split then, which collecting does not wait for."""
     options = {"num_devices": NUM_RANKS, "num_microbatches": 2, "global_batch": 8} | configs
     return cache(partial(make_plan, config, *stages, **options))
 
@@ -131,13 +131,13 @@ STRATEGIES = [*CASES][: [*CASES].index("bf16") + 1]
 
 
 def content_of(plan: Plan) -> dict[str, Any]:
-    """What the script reads, as exported for a plan."""
+    """Content that the script reads, as exported for a plan."""
     files = dict(export_plan(target_of("pytorch"), Request(plan=plan, headline="the plan", unsupported=())).files)
     return next(json.loads(content) for name, content in files.items() if name.endswith(".json"))
 
 
 def write_contents(folder: Path, names: Collection[str]) -> None:
-    """Writes what the script reads, for these cases."""
+    """Write the files that the script reads, for these cases."""
     for name in names:
         (folder / f"{name}.json").write_text(json.dumps(content_of(CASES[name]())))
 
@@ -170,14 +170,14 @@ def num_steps(name: str) -> int:
 
 
 def options(plan: Plan, folder: Path, name: str, steps: int) -> dict[str, Any]:
-    """How the script and the runtime train a case."""
+    """Training options of a case, for the script and the runtime."""
     data, metrics = folder / (TOKENS if plan.chain().family.task.reads_text else IMAGES), folder / f"{name}.jsonl"
     rate: Mapping[str, Any] = {"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 1.0, "seed": 3}
     return {"data": data, "metrics": metrics, "steps": steps, "mask_token": 5, **rate}
 
 
 def train_cases(_rank: int, names: Sequence[str], folder: Path) -> None:
-    """Trains some cases on this rank."""
+    """Train some cases on this rank."""
     import torch
 
     from tests.runtime.processes import one_of_many_cases
@@ -191,7 +191,7 @@ def train_cases(_rank: int, names: Sequence[str], folder: Path) -> None:
 
 
 def main(folder: Path, result: Path) -> None:
-    """Trains every case whose file is in the folder, where it leaves its metrics; the result is its names."""
+    """Train every case whose file is in the folder, leave metrics there, and return the names."""
     from steelyard.modules.build import build_meta_model
     from tests.runtime.processes import run_world
 

@@ -1,4 +1,4 @@
-"""The YAML for NeMo Automodel: the plan, the config of the model, and what it cannot have."""
+"""Tests of the YAML for NeMo Automodel: the plan, the model's config, and what it cannot express."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The YAML for axolotl: the plan in the words of a front end of accelerate."""
+"""Tests of the YAML for axolotl: the plan as settings of a front end of accelerate."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What goes beyond the means of a framework of one strategy: each reason alone, and none where there is none."""
+"""Tests of the reasons why a plan exceeds a framework of one strategy, each alone, and of plans without any."""
 
 import pytest
 

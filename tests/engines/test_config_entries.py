@@ -1,4 +1,4 @@
-"""What frameworks that build a model make of its config: the same model, or a refusal that names the entry."""
+"""Tests that frameworks build the same model from a config, or that the refusal names the entry."""
 
 import json
 import subprocess
@@ -51,7 +51,7 @@ def flags_of(model: str, *, seq_len: int = 4096, **changes: Any) -> list[str]:
 
 
 def written(target: str, chain: ModelChain) -> object:
-    """What of an export says which model is trained."""
+    """Part of an export that says which model is trained."""
     return model_flags(chain, 4096) if target == "megatron" else changes_of(*flavor_of(chain, 4096))
 
 

@@ -1,4 +1,4 @@
-"""No name, path or value of a plan is ever more than text in what is exported, whatever it holds."""
+"""Tests that no name, path or value of a plan is ever more than text in exported files."""
 
 import ast
 import json
@@ -64,7 +64,7 @@ def code_of_shell(content: str) -> list[str]:
 
 
 def values_of(content: Any) -> Any:
-    """What a file says, without what names the model or is the plan."""
+    """Content of a file, without entries that name the model or are the plan."""
     if isinstance(content, dict):
         named = ("_comment", "plan", "plan.json", "name", "image", "claimName")
         return {key: values_of(value) for key, value in content.items() if key not in named}

@@ -1,4 +1,4 @@
-"""Levers under engines: who runs which values, what the files say, and what execution makes of memory."""
+"""Tests of levers under engines: the supported values, the files, and the memory of execution."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The recipe for Megatron-Bridge: that it is the plan and the model, run against stand-ins.
+"""Tests of the recipe for Megatron-Bridge: it is the plan and the model, run against stand-ins.
 
 The stand-ins keep what they are given; the package itself needs Transformer Engine and a GPU.
 """
@@ -47,7 +47,7 @@ class Made:
 
 @pytest.fixture
 def recipe_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs the recipe of a plan: the `ConfigContainer` that it returns, whose model says the config it came from."""
+    """Run the recipe of a plan and return the `ConfigContainer`, whose model names the config it came from."""
 
     def run(plan: Plan, **of_container: Any) -> Any:
         text = text_of(plan, "megatron-bridge", ".py")

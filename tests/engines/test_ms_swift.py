@@ -1,4 +1,4 @@
-"""The script for ms-swift: Megatron's arguments with underscores, and what ms-swift would lose."""
+"""Tests of the script for ms-swift: Megatron's arguments with underscores, and settings that ms-swift would lose."""
 
 import itertools
 import subprocess

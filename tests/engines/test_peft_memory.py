@@ -1,4 +1,4 @@
-"""Steps of peft's adapters as a trainer of transformers runs them, their peak memory counted: under autocast, AdamW."""
+"""Tests of peak memory of adapter steps as a transformers trainer runs them: autocast, AdamW."""
 
 import warnings
 import weakref
@@ -75,7 +75,7 @@ def adapted(config: dict[str, Any], levers: Levers, folder: Path) -> nn.Module:
 
 
 def resting(model: nn.Module) -> list[Any]:
-    """Its parameters and buffers, and the scales of quantized ones."""
+    """Parameters and buffers of the model, and the scales of quantized ones."""
     states = [
         each.weight.quant_state for each in model.modules() if hasattr(getattr(each, "weight", None), "quant_state")
     ]

@@ -1,4 +1,4 @@
-"""The plain PyTorch script: that it trains any plan with the runtime's losses, without it and without a plan's text."""
+"""Tests that the plain PyTorch script gives the runtime's losses for any plan, without the runtime or a plan's text."""
 
 import ast
 import json
@@ -278,7 +278,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Callable[[str], list[float]]:
-    """What the runtime finds in one process, for the model and batch of a case."""
+    """Runtime's results in one process, for the model and batch of a case."""
     from steelyard.runtime.options import TrainOptions
     from steelyard.runtime.train import train
 

@@ -1,4 +1,4 @@
-"""Files of engines are read as settings: what is written here comes back, and what a user has is read or named."""
+"""Tests of reading engine files as settings: exported files round-trip; users' settings are read or named."""
 
 from pathlib import Path
 

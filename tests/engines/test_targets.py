@@ -1,4 +1,4 @@
-"""The files of each target: what stands in them, and that the target's own library reads them where it is installed."""
+"""Tests of the files of each target: their content, and that an installed target library reads them."""
 
 import ast
 import itertools
@@ -206,7 +206,7 @@ def test_names_for_torchtitan_are_those_of_its_versions() -> None:
 
 
 def main_settings(plan: Plan) -> dict[str, Any]:
-    """What the function for torchtitan's main sets, by section and key."""
+    """Settings that the function for torchtitan's main sets, by section and key."""
     tree = ast.parse(text_of(plan, "torchtitan", "_main.py"))
     call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.keywords)
     found = {f"parallelism.{keyword.arg}": ast.literal_eval(keyword.value) for keyword in call.keywords}

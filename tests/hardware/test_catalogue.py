@@ -1,4 +1,4 @@
-"""The numbers of the catalogue, and that every name in it can be reached."""
+"""Tests of the catalogue's numbers, and that every name in it can be reached."""
 
 from importlib import resources
 

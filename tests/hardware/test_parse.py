@@ -1,4 +1,4 @@
-"""Cluster texts and cluster files: what they mean and which mistakes are named."""
+"""Tests of cluster texts and cluster files: their meaning, and the mistakes that are named."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""Clusters of several pools of unlike devices: the short form, the file, and what is refused."""
+"""Tests of clusters of heterogeneous device groups: the short form, the file, and refusals."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Devices, links and clusters are valid from birth, and which link a group of ranks uses."""
+"""Tests that devices, links and clusters are always valid, and of the link that a group of ranks uses."""
 
 from dataclasses import FrozenInstanceError, replace
 

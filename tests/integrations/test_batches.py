@@ -1,4 +1,4 @@
-"""Batches of collators become samples of a plan, or are refused."""
+"""Tests that batches of collators become samples of a plan, or are refused."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The example of fine-tuning with adapters: it learns completions on two processes and leaves adapters for peft."""
+"""Tests of the fine-tuning example: it learns completions on two processes and saves adapters for peft."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The example of pre-training: it learns a mixture that is read as a stream, and leaves a model for transformers."""
+"""Tests of the pre-training example: it learns a streamed mixture and saves a model for transformers."""
 
 import json
 import re

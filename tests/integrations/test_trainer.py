@@ -1,4 +1,4 @@
-"""`transformers.Trainer` under a plan does what plain Trainer does in one process, over every kind of plan."""
+"""Tests that `transformers.Trainer` under any plan gives the results of plain Trainer in one process."""
 
 import math
 from typing import Any

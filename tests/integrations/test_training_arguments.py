@@ -1,4 +1,4 @@
-"""Arguments of Trainer that contradict a plan are refused, each with what the plan has; the others are kept."""
+"""Tests that Trainer arguments that contradict a plan are refused with the plan's value, and others kept."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Trains models by `transformers.Trainer`: alone in one process, and under plans on every rank of a world."""
+"""Worker that trains models by `transformers.Trainer`: in one process, and under plans on every rank."""
 
 import json
 import os
@@ -66,7 +66,7 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
 
 
 def arguments(folder: Path, **given: Any) -> TrainingArguments:
-    """Those of all runs, of which the last batch of an epoch and of the evaluation is not full."""
+    """Arguments of all runs, of which the last batch of an epoch and of the evaluation is not full."""
     return TrainingArguments(
         output_dir=str(folder),
         **{
@@ -112,7 +112,7 @@ def whole_model(plan: Plan) -> torch.nn.Module:
 
 
 def history_of(trainer: Trainer) -> list[dict[str, float]]:
-    """What was logged, and metrics of logits that are predicted after it."""
+    """Logged history, and metrics of logits that are predicted after it."""
     trainer.compute_metrics = accuracy
     predicted = trainer.predict(trainer.eval_dataset)
     shapes = {"logits": list(predicted.predictions.shape), "labels": list(predicted.label_ids.shape)}
@@ -120,7 +120,7 @@ def history_of(trainer: Trainer) -> list[dict[str, float]]:
 
 
 def train_alone(plan: Plan, folder: Path) -> list[dict[str, float]]:
-    """What plain Trainer logs in one process."""
+    """Log of plain Trainer in one process."""
     batch = {f"per_device_{what}_batch_size": plan.global_batch for what in ("train", "eval")}
     trainer = Trainer(whole_model(plan), arguments(folder, **batch), **data(plan.chain().vocab_size))
     trainer.train()
@@ -137,7 +137,7 @@ REFERENCES = Path(tempfile.gettempdir()) / f"trainer-{os.getpid()}" / "reference
 
 
 def before_ranks() -> None:
-    """Trains alone in a process of its own: Accelerate keeps what it found of processes."""
+    """Train alone in a separate process, because Accelerate keeps what it found of processes."""
     REFERENCES.parent.mkdir(exist_ok=True)
     if os.waitpid(fork(write_references, REFERENCES), 0)[1]:
         raise SystemExit("plain Trainer failed")
@@ -145,7 +145,7 @@ def before_ranks() -> None:
 
 @contextmanager
 def as_by_torchrun() -> Iterator[None]:
-    """What torchrun tells a process, by which Accelerate finds that there are others."""
+    """Environment that torchrun gives a process, by which Accelerate finds that there are others."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     with mock.patch.dict(os.environ, told | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}):
@@ -153,7 +153,7 @@ def as_by_torchrun() -> Iterator[None]:
 
 
 def train_planned(name: str, folder: Path, *, resume: Path | None = None, **given: Any) -> PlanTrainer:
-    """Trains under a plan, from the beginning or a checkpoint."""
+    """Train under a plan, from the beginning or a checkpoint."""
     plan = PLANS[name]()
     trainer = PlanTrainer(whole_model(plan), arguments(folder, **given), plan=plan, **data(plan.chain().vocab_size))
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
@@ -172,7 +172,7 @@ def run() -> dict[str, Any]:
 
 
 def run_checkpoints(folder: Path) -> dict[str, Any]:
-    """Goes on from checkpoints under other plans, and reads and writes weights."""
+    """Resume checkpoints under other plans, and read and write weights."""
     saving = {"save_strategy": "steps", "save_steps": 5, "save_total_limit": 1}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     first = train_planned("tp+sp", folder / "saved", **saving, **best)
@@ -234,7 +234,7 @@ def stopped(folder: Path) -> list[Any]:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """What is said of checkpoints that are damaged, and of data that the plan cannot train on."""
+    """Messages for damaged checkpoints, and for data that the plan cannot train on."""
     found = {}
     checkpoint = folder / "saved" / "checkpoint-5"
     plan = PLANS["ep"]()

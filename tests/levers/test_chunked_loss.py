@@ -1,4 +1,4 @@
-"""The loss in chunks: what is written of it, what it saves, and what is refused."""
+"""Tests of the loss in chunks: its text, its savings, and refusals."""
 
 import pytest
 

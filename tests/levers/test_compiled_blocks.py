@@ -1,4 +1,4 @@
-"""Compiled blocks: what is written of them, what a trace and a dry run see of them, and what is refused."""
+"""Tests of compiled blocks: their text, their traces and dry runs, and refusals."""
 
 import json
 import shutil

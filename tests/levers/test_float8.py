@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits: what is written of them, what a trace and a dry run see of them, and what is refused."""
+"""Tests of 8-bit linear layers: their text, their traces and dry runs, and refusals."""
 
 import json
 from dataclasses import replace

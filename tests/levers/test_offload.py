@@ -1,4 +1,4 @@
-"""Offload as a lever: what is written of it, what it costs in time and memory, and what is refused."""
+"""Tests of offload as a lever: its text, its cost in time and memory, and refusals."""
 
 import json
 import re
@@ -129,7 +129,7 @@ GATHERED = {
     "tensors": ("fp32", (", ".join(["tp2"] * 6),)),
     "stages": ("bf16", ("single, single, single", "single remat=full, single, single")),
 }
-"""Where parameters lie on the host."""
+"""Precision and strategies per stage of plans with parameters on the host, by name."""
 HELD = [
     (word, *each, num_microbatches)
     for words, divisions in ((Offload.values[1:4], WITH_REMAT), (Offload.values[4:], GATHERED))

@@ -1,4 +1,4 @@
-"""The optimizer as a lever: what is written of it, what it costs, and what is refused; and a lever of a test."""
+"""Tests of the optimizer as a lever: its text, its cost, and refusals; and a lever defined by a test."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Adapters: what is written of them, what they cost, and what is refused."""
+"""Tests of adapters: their text, their cost, and refusals."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Trained parameters in bf16: half of what training keeps and moves, and what they do not go with."""
+"""Tests of trained parameters in bf16: half the memory and traffic of training, and incompatible settings."""
 
 from typing import Any
 

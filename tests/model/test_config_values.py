@@ -1,4 +1,4 @@
-"""Values of a config that no model can be made with are named as the config's, before anything is built."""
+"""Tests that config values that no model can be built with are named before anything is built."""
 
 import json
 from importlib import resources

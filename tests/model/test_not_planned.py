@@ -1,4 +1,4 @@
-"""Types that are refused by name, before anything is built."""
+"""Tests of model types that are refused by name before anything is built."""
 
 import pytest
 

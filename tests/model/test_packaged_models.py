@@ -1,4 +1,4 @@
-"""Packaged models: each has the parameters that were published, its split and its trace, and a name on the hub."""
+"""Tests of packaged models: each has the published parameter count, its split and trace, and a hub name."""
 
 import re
 from pathlib import Path

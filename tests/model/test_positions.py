@@ -1,4 +1,4 @@
-"""Sequences longer than a model's positions: refused where these are a table, else allowed with a warning."""
+"""Tests of sequences beyond a model's positions: refused for a table, allowed with a warning for others."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Models: every packaged config is the model that it says, and a wrong config is one clear error."""
+"""Tests of reading models: every packaged config is the named model, and a wrong config is one clear error."""
 
 import json
 import random

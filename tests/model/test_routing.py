@@ -1,4 +1,4 @@
-"""Places that a token goes to: against all ways of choosing experts, and by hand."""
+"""Tests of the number of places that a token is sent to, against enumeration and counts by hand."""
 
 from itertools import combinations, product
 from math import isclose

@@ -1,4 +1,4 @@
-"""Modules as users write them, tiny: with their samples and losses."""
+"""Tiny modules as users write them, with samples and losses."""
 
 import math
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class NanoBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """As nanoGPT: a table that is also the projection, positions that are learned, and the loss in the forward pass."""
+    """NanoGPT's structure: a table that is also the projection, learned positions, and the loss in the forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ class TitanBlock(nn.Module):
 
 
 class TitanLlama(nn.Module):
-    """As torchtitan's: blocks in a dictionary, a rotary table that is a buffer and given to every block."""
+    """Torchtitan's structure: blocks in a dictionary, a rotary table that is a buffer and given to every block."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tensors without values that say they are on a device: what is computed of them, and what is not."""
+"""Tests of valueless tensors that report a device: computation that is allowed, and computation that is not."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""First weights: equal for every plan, and for both copies of a tied matrix."""
+"""Tests that first weights are equal for every plan and for both copies of a tied matrix."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Attention of the last places of a prefix, forward and backward apart, against PyTorch's own."""
+"""Tests of attention of the last positions of a prefix, forward and backward, against PyTorch's."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def tensors(num_keys: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def expected(num_keys: int, dtype: torch.dtype, scores: Scores) -> tuple[Tensor, Gradients]:
-    """In fp32, with a mask."""
+    """Reference in fp32, with a mask."""
     *inputs, gradient = (tensor.to(dtype).float() for tensor in tensors(num_keys, dtype))
     for tensor in inputs:
         tensor.requires_grad_()

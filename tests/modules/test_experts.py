@@ -1,4 +1,4 @@
-"""Routed experts against the plain formula: each token's experts, weighted and summed, and all their gradients."""
+"""Tests of routed experts against the formula: weighted sums of each token's experts, and all gradients."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ TOKENS, CHOSEN, EXPERTS, HIDDEN, WIDTH = 11, 3, 5, 4, 6
 
 
 class _Experts(nn.Module):
-    """As transformers keeps them."""
+    """Experts stored as in transformers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Operations answered from memory are what PyTorch's own rules give, and are forgotten where they would not be."""
+"""Tests that cached operations match PyTorch's own rules, and are dropped if they would not."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ class Forgetful(FakeOpCache[Any]):
 
 
 def answered_twice(func: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, Any, tuple[Any, ...]]:
-    """What an operation returns when it is run, when it is answered from memory (None if it is not), and of what."""
+    """Return the result of an operation when run, when answered from memory (None if it is not), and of what."""
     seen: FakeOpCache[str] = FakeOpCache()
     with FakeTensorMode():
         first, second = make(), make()

@@ -1,4 +1,4 @@
-"""Every family: its chain computes what the unmodified model does, and its types are those that its structure has."""
+"""Tests of every family: its chain computes what the unmodified model does, with the layer types of its structure."""
 
 import pytest
 import torch

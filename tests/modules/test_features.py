@@ -1,4 +1,4 @@
-"""Models whose samples hold features beside token ids: speech to text, and images with text."""
+"""Tests of models with features besides token ids: speech to text, and images with text."""
 
 from dataclasses import replace
 

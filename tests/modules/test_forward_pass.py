@@ -1,4 +1,4 @@
-"""A forward pass of ours in the place of a module's: what it calls, and that twice does no harm."""
+"""Tests of our forward pass in place of a module's: the calls that it makes, and that replacing twice is harmless."""
 
 from typing import Any
 

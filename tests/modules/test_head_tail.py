@@ -1,4 +1,4 @@
-"""The order in which ranks hold the tokens of a sequence."""
+"""Tests of the order in which ranks hold the tokens of a sequence."""
 
 import pytest
 import torch

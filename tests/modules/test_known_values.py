@@ -1,4 +1,4 @@
-"""What is known of tensors without values: what follows from samples and constants, and even choices."""
+"""Tests of known values of valueless tensors: those implied by samples and constants, and even choices."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The tensor-parallel plans that transformers has for its models: which styles are read, and that others are named."""
+"""Tests of transformers' tensor-parallel plans: the styles that are read, and that others are named."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""How users' own modules split, and what is said of those that do not: the place, and the operation."""
+"""Tests of the split of users' own modules, and of errors that name the place and the operation."""
 
 from collections.abc import Callable
 from pathlib import Path

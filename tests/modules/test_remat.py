@@ -1,4 +1,4 @@
-"""Selective remat gives the gradients of a pass without it, also where results are written to."""
+"""Tests that selective remat gives unchanged gradients, also with in-place results."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The auxiliary loss of routers: the numbers of transformers' own function, and which models have it."""
+"""Tests of the routers' auxiliary loss: values of transformers' own function, and models that have it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Models without a family file: split by their structure, proved, and refused by name where they do not split."""
+"""Tests of models without a family file: split by structure, proved, or refused by name."""
 
 import copy
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def split_of(model_type: str) -> ModelSplit:
 
 @cache
 def structure(model_type: str) -> ModelSplit:
-    """How a type splits, without the proofs of how its blocks are divided, which take most of the time."""
+    """Split of a type, without the proofs of how its blocks are divided, which take most of the time."""
     return find_split(read_hub_config(model_type, split_config(model_type))).split
 
 
@@ -811,7 +811,7 @@ def test_a_type_that_transformers_does_not_know_is_refused() -> None:
 
 @pytest.fixture
 def folder_of_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where splits are kept, and nothing is known of those found before."""
+    """Folder of splits, with nothing known of those found before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     any_model.found_once.cache_clear()
     yield tmp_path / "steelyard" / "traces"

@@ -1,4 +1,4 @@
-"""What is said of a proof on two ranks, which are threads."""
+"""Tests of the messages of a proof on two ranks, which are threads."""
 
 import threading
 

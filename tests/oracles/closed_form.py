@@ -1,4 +1,4 @@
-"""The step time of a synchronous pipeline without transfers, as a formula."""
+"""Closed form of the step time of a synchronous pipeline without transfers."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Slow and obvious answers: try everything, straight from the definition in `CostTables`."""
+"""Slow and obvious answers: exhaustive search straight from the definition in `CostTables`."""
 
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""The textbook dynamic program: least time per strategy of the last layer and per megabyte of budget used so far.
+"""Textbook dynamic program: minimum time per strategy of the last layer and per megabyte of budget.
 
 One stage only. Bytes are rounded up to whole steps, so its plans fit but may be slower than the best; transients are
-left out. It is the yardstick for speed, and a check where sizes are whole steps.
+left out. It is the benchmark for speed, and an exact check if sizes are whole steps.
 """
 
 import numpy as np

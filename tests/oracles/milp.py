@@ -1,4 +1,4 @@
-r"""The partition as a mixed-integer linear program for HiGHS: a referee that shares no idea with our search.
+r"""Partition as a mixed-integer linear program for HiGHS, which shares no idea with our search.
 
 A plan is a path through the layers: at layer $l$ it is at a node (stage $i$, strategy $s$), and goes on to the same or
 the next stage. One binary per node and one continuous flow per arc; stage times, their maximum, the transient peak
@@ -35,7 +35,7 @@ class Rows:
 
 
 def nodes_of(tables: CostTables) -> list[list[Node]]:
-    """For each layer the nodes (layer, stage, strategy) that a plan can pass."""
+    """Nodes (layer, stage, strategy) of each layer that a plan can pass."""
     layers, stages = len(tables.layers), tables.pipeline.num_stages
     return [
         [

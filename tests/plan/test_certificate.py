@@ -1,4 +1,4 @@
-"""A certificate is a status and a gap; its words are made from them, and never read."""
+"""Tests of certificates: a status and a gap, whose text is generated from them and never parsed."""
 
 import json
 

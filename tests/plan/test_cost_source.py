@@ -1,4 +1,4 @@
-"""Where costs come from is a value."""
+"""Tests that the source of costs is a value."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The user's decisions: kept with the plan, read from it again, and what a search under them may still choose."""
+"""Tests of the user's decisions: stored with the plan, read back, and respected by the search."""
 
 from pathlib import Path
 

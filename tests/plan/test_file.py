@@ -1,4 +1,4 @@
-"""Plan files: what is written reads back, and every damaged file is one error of the user's."""
+"""Tests of plan files: a written plan reads back, and every damaged file is one user error."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Legality: each rule of what a strategy may do to a layer, with its reason in words."""
+"""Tests of each rule for strategies of a layer, with its reason in words."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Plans: what a valid one says about itself, and every contradiction as one error that names its place."""
+"""Tests of plans: statements of a valid plan, and every contradiction as one error that names its place."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Plans over unlike pools of devices: stages of unlike sizes, and what does not go together."""
+"""Tests of plans over heterogeneous device groups: stages of different sizes, and incompatible settings."""
 
 import pytest
 

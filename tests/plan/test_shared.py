@@ -1,4 +1,4 @@
-"""In how many slices the gradients of shared parameters meet."""
+"""Tests of the number of slices in which the gradients of shared parameters are summed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A plan at small width keeps stages, schedule, strategies and layer types, and nothing of the model's size."""
+"""Tests that a plan at small width keeps stages, schedule, strategies and layer types, and no model size."""
 
 from itertools import groupby
 from typing import Any
@@ -15,7 +15,7 @@ from tests.sample import sampled
 
 
 def shape(plan: Plan) -> list[list[tuple[str, str]]]:
-    """For every stage the layer types and strategies of its layers, each run of equal ones once."""
+    """Layer types and strategies of the layers of each stage, each run of equal ones once."""
     chain = plan.chain()
     return [
         [key for key, _ in groupby((chain.type_of(layer).name, str(plan.strategies[layer])) for layer in part.layers)]

@@ -1,4 +1,4 @@
-"""Strategies: their text, the axes that they take, the layouts that they leave, and their contradictions."""
+"""Tests of strategies: their text, their axes, the layouts that they produce, and their contradictions."""
 
 import math
 import os

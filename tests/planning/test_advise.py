@@ -1,4 +1,4 @@
-"""Advice: what practitioners do comes first, and what it says of a change is what planning with it finds."""
+"""Tests of advice: the usual changes come first, and predicted effects equal those of planning with the change."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A profile of one device for plans of many: what is measured, what is assumed, and that it is said."""
+"""Tests of a profile of one device for plans of many: measured and assumed values, both reported."""
 
 from pathlib import Path
 

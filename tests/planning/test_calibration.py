@@ -1,4 +1,4 @@
-"""One factor from one measured run: what it does to a prediction, and which runs it is refused from."""
+"""Tests of calibration by one factor from one measured run: its effect, and refused runs."""
 
 import json
 from pathlib import Path

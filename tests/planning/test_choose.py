@@ -1,4 +1,4 @@
-"""The plan that is chosen is one that is accepted, and its certificate holds for all that are accepted."""
+"""Tests that the chosen plan is accepted, and that its certificate holds for all accepted plans."""
 
 import re
 from collections.abc import Iterator
@@ -143,7 +143,7 @@ def test_a_profile_of_another_device_type_is_refused() -> None:
 
 @cache
 def searched(devices: int) -> list[tuple[Job, PlanningResult]]:
-    """What is found within ever less memory."""
+    """Return the planning results within decreasing memory."""
     of = job(cluster(1, devices), global_batch=16)
     tables = make_tables(of, Decisions())
     return [(tight, plan_job(tight, tables=tables)) for tight in tightening(of, 8)]

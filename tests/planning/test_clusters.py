@@ -1,4 +1,4 @@
-"""What a plan says of its cluster: a name where that says all, else what the cluster is."""
+"""Tests of the cluster in a plan: a name if that is complete, else the full description."""
 
 from pathlib import Path
 

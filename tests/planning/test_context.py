@@ -1,4 +1,4 @@
-"""Context parallelism in the planner: taken for long sequences, pinned for any, refused with the reason."""
+"""Tests of context parallelism in the planner: chosen for long sequences, pinned for any, refused with a reason."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The plan for what is left of a cluster."""
+"""Tests of plans for the remaining devices of a cluster."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The best plan within a framework's capabilities: the right form, none of that form faster, or a clear miss."""
+"""Tests of the best plan for a framework: legal form, none of that form faster, or a clear miss."""
 
 import re
 from dataclasses import replace

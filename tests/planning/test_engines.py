@@ -1,4 +1,4 @@
-"""Planning for an engine: any value is one, settings of one's own are never faster, plans name their engine."""
+"""Tests of planning for an engine: any value is one; own settings are never faster; plans name their engine."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""What the search offers, finds and says where ranks may divide routed experts."""
+"""Tests of the search with experts divided over ranks: its options, results and messages."""
 
 from dataclasses import replace
 

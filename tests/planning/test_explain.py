@@ -1,4 +1,4 @@
-"""What is said of the strategies of a plan's own pipeline configuration."""
+"""Tests of explanations of strategies in the plan's own pipeline configuration."""
 
 from dataclasses import replace
 

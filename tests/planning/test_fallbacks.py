@@ -1,4 +1,4 @@
-"""Plans of less memory that a plan carries along, for where memory runs out."""
+"""Tests of plans of less memory that a plan carries for the case that memory runs out."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ OPTIONS = Decisions(num_stages=1)
 
 
 def study_of(job: Job, tables: tuple[OnDemand, ...] | None = None) -> Study:
-    """What is known of a job under these options."""
+    """Study of a job under these options."""
     return Study(request_of(job, OPTIONS), job, tables=tables)
 
 

@@ -1,4 +1,4 @@
-"""What is frozen: named, kept in the plan, said of it, and refused where it cannot be."""
+"""Tests of freezing: named, stored in the plan, reported, and refused if impossible."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Hybrid sharding is found where many nodes share a job, and offering it never costs time."""
+"""Tests that hybrid sharding is found if many nodes share a job, and that offering it never costs time."""
 
 from dataclasses import replace
 

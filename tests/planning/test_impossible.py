@@ -1,4 +1,4 @@
-"""Pins that no strategy can meet: one clear reason each, from the dimension that is asked for."""
+"""Tests of pins that no strategy can meet: one clear reason each, from the requested dimension."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from tests.runtime.models import FAMILY_CONFIGS
 
 
 def asking(name: str, seq_len: int = 32, **changes: object) -> PlanRequest:
-    """On 8 devices, 16 samples; nothing is traced."""
+    """Return a request on 8 devices with 16 samples; nothing is traced."""
     chain = chain_from_config(FAMILY_CONFIGS[name] | changes, name=name)
     return make_request(chain, "1x8xh100-80gb", global_batch=16, seq_len=seq_len)
 

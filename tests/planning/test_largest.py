@@ -1,4 +1,4 @@
-"""The largest that fits: that it does, that the next does not, and what is refused."""
+"""Tests of the largest size that fits: it fits, the next one does not, and refusals."""
 
 from collections.abc import Mapping
 from dataclasses import replace

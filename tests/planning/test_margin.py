@@ -1,4 +1,4 @@
-"""A plan leaves a part of a GPU's memory free where one fits so, and says what it does."""
+"""Tests that a plan keeps the reserved fraction of a GPU's memory free if one fits, and reports it."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Parts of a cluster by time and money: those worth having are what nothing beats, held against every pair."""
+"""Tests of cluster parts by time and cost: the frontier is what nothing beats, checked on every pair."""
 
 import pytest
 

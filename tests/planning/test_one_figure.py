@@ -1,4 +1,4 @@
-"""One step time decides and is shown: bounds lie below it, no restriction beats it, the best plain plan is the least.
+"""Tests of the one step time: lower bounds are below it, no restriction beats it, the best baseline is the minimum.
 
 Random small jobs, on devices of the catalogue's kind and on processes that share cores, where the closed form of the
 search is far from the simulator. Layers differ in length and links in speed, so that plans have one stage or several.
@@ -28,7 +28,9 @@ from tests.oracles.exhaustive import all_boundaries
 
 ROUNDING = 1e-9
 JOBS = [*((False, seed) for seed in (1, 2, 15, 18, 22)), *((True, seed) for seed in (1, 2, 8, 17, 27, 35))]
-"""On 17, 27 and 35 the closed form misled: bounds above the step, a faster row, a plain plan that was not the least."""
+"""Seeds: on 17, 27 and 35 the closed form misled: bounds above the step, a faster row, a baseline that was not the
+minimum.
+"""
 
 
 def random_job(seed: int, *, shares_cores: bool) -> Job:

@@ -1,4 +1,4 @@
-"""Pins: what a user writes, what it does to the cost tables, and what it costs."""
+"""Tests of pins: their text, their effect on the cost tables, and their cost."""
 
 import itertools
 from dataclasses import replace

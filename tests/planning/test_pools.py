@@ -1,4 +1,4 @@
-"""Plans over pools of unlike devices: exact over orders and sizes, compared with each pool alone and with even cuts."""
+"""Tests of plans over heterogeneous device groups: exact over orders and sizes, against single groups and even cuts."""
 
 import math
 from dataclasses import replace

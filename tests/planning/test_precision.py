@@ -1,4 +1,4 @@
-"""fp16: which devices and engines have it, what errors advise, and that it is priced as wide as bf16."""
+"""Tests of fp16: devices and engines that support it, advice in errors, and the same price as bf16."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a report shows around a plan, searched within a limit of computing time."""
+"""Tests of the report's search around a plan, within a limit of computing time."""
 
 import pytest
 

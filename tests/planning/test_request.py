@@ -1,4 +1,4 @@
-"""One request, whoever asks: the same file from the shell and from Python, and one clear error for a contradiction."""
+"""Tests of requests: the same file from the shell and from Python, and one clear error for a contradiction."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ POOLS = "1x1xh100-80gb+1x1xa100-80gb"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What one types, and what one calls: the rest is a batch of 8 samples of 32 tokens."""
+    """Typed options and call arguments; the rest is a batch of 8 samples of 32 tokens."""
 
     words: tuple[object, ...] = ()
     called: dict[str, Any] = field(default_factory=dict)
@@ -97,11 +97,11 @@ OTHERWISE = {
         called={"global_batch": 8, "num_alternatives": 2, "num_next_best": 1, "num_fallbacks": 0},
     ),
 }
-"""What `find_plan` has no argument for."""
+"""Options that `find_plan` has no argument for."""
 
 
 SLOW = ("uneven experts", "the longest sequence")
-"""Those whose model is traced for seconds."""
+"""Options whose model is traced for seconds."""
 
 
 def cases(asked: dict[str, Asked]) -> list[Any]:

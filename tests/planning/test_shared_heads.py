@@ -1,6 +1,6 @@
-"""Key-value heads fewer than tp: legal, priced as held whole by every rank, and said.
+"""Tests of fewer key-value heads than tp: legal, priced as replicated on every rank, and reported.
 
-That such ranks give the losses and gradients of one process is `tests/runtime/test_family_parity.py`, with two heads
+`tests/runtime/test_family_parity.py` tests that such ranks give the losses and gradients of one process, with two heads
 over four processes in its cases of shared key-value heads.
 """
 

@@ -1,4 +1,4 @@
-"""The simplest plan within a share of the best: fewer groups of layers, no slower than allowed, and it fits."""
+"""Tests of the simplest plan within a share of the best: fewer groups of layers, within the slowdown, and it fits."""
 
 from dataclasses import replace
 from functools import cache

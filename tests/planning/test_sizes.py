@@ -1,4 +1,4 @@
-"""The longest sequences: the plan of the longest length that fits, within an eighth, and what binds beyond it."""
+"""Tests of the longest sequences: the plan of the longest length that fits, to within 1/8, and what limits it."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +20,9 @@ OF = job()
 
 
 def find(monkeypatch: pytest.MonkeyPatch, fitting: int, chain: ModelChain = OF.chain, *, free: int = 10**9) -> Trials:
-    """With devices on which ``fitting`` tokens fit, and no more; those above ``free`` take of the margin."""
+    """Find the longest sequence on devices on which ``fitting`` tokens fit, and no more; those above ``free`` use the
+    margin.
+    """
 
     def plan(study: Study, variant: Variant) -> Any:
         request = variant.change(study.request)

@@ -1,4 +1,4 @@
-"""Plain plans are the best of their kind: held against every one of them, priced one by one."""
+"""Tests that baselines are the best of their kind, against pricing each of them one by one."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,7 +46,7 @@ def every_plan(of: Job, texts: tuple[str, ...]) -> Iterator[Plan]:
 
 
 def compared(of: Job, decisions: Decisions = FREE) -> tuple[Prediction, list[ComparedBaseline]]:
-    """What the search finds, and the plain plans beside it."""
+    """Search results, with their baselines."""
     result = plan_job(of, decisions)
     assert result.plan is not None
     assert result.plan.prediction is not None

@@ -1,4 +1,4 @@
-"""No more stages than models of a size have, unless they gain; what that costs is said, and decisions are kept."""
+"""Tests that stages do not exceed the usual number unless they gain; the cost is reported, decisions kept."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""What if: a variant that only restricts is never faster than the free plan, and none is faster than what is chosen."""
+"""Tests of variants: a restriction is never faster than the free plan, and none beats the chosen plan."""
 
 import math
 from dataclasses import replace

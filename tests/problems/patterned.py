@@ -1,4 +1,4 @@
-"""Cost tables of deep models: block types of unlike width in a repeating pattern, or every block unlike the others."""
+"""Cost tables of deep models: block types of different width in a repeating pattern, or all different."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Random small cost tables: zeros, ties, illegal strategies, switch classes and infeasible budgets on purpose."""
+"""Random small cost tables, with deliberate zeros, ties, illegal strategies, switch classes, infeasible budgets."""
 
 from dataclasses import replace
 

@@ -1,8 +1,8 @@
-"""torchrun as `steelyard.processes.agent` runs it, but its processes are forks, so that imports happen once.
+"""Agent like `steelyard.processes.agent`'s torchrun, but with forks as processes, so that imports happen once.
 
-They take seconds of every process. ``python -m tests.processes.forking_agent`` takes torchrun's arguments, and from
-$PRELOAD the modules to import first. A fork is a process like others: it has its process group, environment, output and
-exit code, and can be killed.
+Imports take seconds in every process. ``python -m tests.processes.forking_agent`` takes torchrun's arguments, and from
+$PRELOAD the modules to import first. A fork is an ordinary process: it has its own process group, environment, output
+and exit code, and can be killed.
 """
 
 import gc
@@ -28,14 +28,14 @@ PRELOAD = "PRELOAD"
 
 
 def fork_ranks(patch: pytest.MonkeyPatch) -> None:
-    """Has `run_processes` fork torchrun from the warm process, and torchrun its processes from itself."""
+    """Make `run_processes` fork torchrun from the warm process, and torchrun its processes from itself."""
     patch.chdir(ROOT)
     patch.setattr(start, "_AGENT", __name__)
     patch.setattr(start, "subprocess", SimpleNamespace(Popen=WarmProcess, TimeoutExpired=subprocess.TimeoutExpired))
 
 
 class Fork:
-    """What torchrun asks of a `subprocess.Popen`, for a fork that runs ``python -u SCRIPT …`` or ``-u -m MODULE …``."""
+    """Substitute for torchrun's `subprocess.Popen`: a fork that runs ``python -u SCRIPT …`` or ``-u -m MODULE …``."""
 
     def __init__(self, arguments: tuple[str, ...], environment: dict[str, str], stdout: Any, stderr: Any) -> None:
         self.returncode: int | None = None
@@ -97,7 +97,7 @@ def _run(words: list[str]) -> None:
 
 
 def main() -> None:
-    """Runs torchrun, which forks; Python warns of torchrun's threads, whose locks no fork takes."""
+    """Run torchrun, which forks; Python warns of torchrun's threads, whose locks no fork takes."""
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
     for name in os.environ.get(PRELOAD, "").split():
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""A process of a run that says where it runs: ``-m tests.processes.sessions FOLDER``. Imports nothing heavy."""
+"""Process of a run that reports where it runs: ``-m tests.processes.sessions FOLDER``. Imports nothing heavy."""
 
 import os
 import sys

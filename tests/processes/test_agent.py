@@ -1,4 +1,4 @@
-"""torchrun as `steelyard.processes.agent` runs it."""
+"""Tests of torchrun as `steelyard.processes.agent` runs it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""PyTorch's allocator is set as the user has it, or so that a full GPU holds fewer holes."""
+"""Tests of PyTorch's allocator settings: the user's, or ours against fragmentation on a full GPU."""
 
 import os
 import subprocess

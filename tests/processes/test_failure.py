@@ -1,4 +1,4 @@
-"""Which of several failures is shown."""
+"""Tests of which of several failures is shown."""
 
 import re
 from pathlib import Path

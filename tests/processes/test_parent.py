@@ -1,4 +1,4 @@
-"""No process outlives the one that started it, whatever it is doing."""
+"""Tests that no process outlives its parent, whatever it is doing."""
 
 import os
 import signal

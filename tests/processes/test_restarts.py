@@ -1,4 +1,4 @@
-"""What torchrun starts again, and what it does not."""
+"""Tests of restarts by torchrun: what starts again, and what does not."""
 
 from pathlib import Path
 

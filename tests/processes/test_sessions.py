@@ -1,4 +1,4 @@
-"""Where the processes of a run live and meet."""
+"""Tests of where the processes of a run live and meet."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """Of each process of a run its session, group and number, and the port where the run meets."""
+    """Session, group and number of each process of a run, and the port where the run meets."""
     folder = tmp_path_factory.mktemp("found")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)

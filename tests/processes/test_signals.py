@@ -1,6 +1,6 @@
-"""Trainings of one host, each ended by a signal: a message, a checkpoint where asked to stop, no process, no file left.
+"""Tests of runs ended by signals: a message, a checkpoint if asked, no process and no file left.
 
-Nobody reads what they print.
+Nobody reads the output of these runs.
 """
 
 import json
@@ -96,7 +96,7 @@ class Training:
                 os.kill(process, signal.SIGCONT)
 
     def processes(self) -> list[int]:
-        """Those that live and work with this training's temporary files."""
+        """Processes that live and work with this training's temporary files."""
         mark = f"TMPDIR={self.temporary}".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):

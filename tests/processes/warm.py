@@ -1,8 +1,8 @@
-"""Runs modules in forks of a process that has imported what they need, instead of in processes that begin with that.
+"""Runner of modules in forks of a process with preloaded imports, instead of fresh processes.
 
-One such process serves all tests of this one; it starts when it is first asked for a fork, and ends with this process.
-A fork is a process like others: it has the environment, the folder and the output of who asked for it, or a session of
-its own, and ends with an exit code or by a signal. Only its parent is not the process that asked.
+One such parent serves all tests of this process; it starts at the first request for a fork, and ends with this process.
+A fork is an ordinary process: it has the environment, folder and output of the requesting process, or its own session,
+and ends with an exit code or by a signal. Only its parent is not the requesting process.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 class WarmProcess:
-    """What `subprocess.Popen` is to ``python -m MODULE …`` for `steelyard.processes.start`."""
+    """Substitute for `subprocess.Popen` of ``python -m MODULE …`` in `steelyard.processes.start`."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class WarmProcess:
 
 
 def run_warm(module: str, *arguments: object, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """What ``python -m MODULE …`` ends with and writes; raises `subprocess.TimeoutExpired` and ends it after that."""
+    """Return exit code and output of ``python -m MODULE …``; on a timeout end it and raise `TimeoutExpired`."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         process = WarmProcess(command, stdout=stdout.fileno(), stderr=stderr.fileno())

@@ -1,6 +1,6 @@
-"""What processes of the tests' runs import, 4 s of CPU: for the process that is forked in place of starting them.
+"""Imports (4 s of CPU) of the test runs, for the process that is forked instead of starting new ones.
 
-Nothing of it is garbage, so collections in forks leave it alone and copy none of its pages.
+The imported objects are excluded from garbage collection, so collections in forks copy none of their pages.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""What is measured of handing over between two of three ranks."""
+"""Measurement of a transfer between two of three ranks."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Layers that read more than a hidden state are timed as they are in the chain."""
+"""Tests that layers that read more than a hidden state are timed as in the chain."""
 
 import pytest
 import torch

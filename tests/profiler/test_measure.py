@@ -1,4 +1,4 @@
-"""A tiny model measured by two processes; no second is compared with a number, since machines differ."""
+"""Tests of a tiny model measured by two processes; times are not compared with numbers because machines differ."""
 
 import time
 

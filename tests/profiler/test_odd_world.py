@@ -1,4 +1,4 @@
-"""Three processes: a transfer is between two of them."""
+"""Test on three processes that a transfer is between two of them."""
 
 from pathlib import Path
 

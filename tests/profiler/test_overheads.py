@@ -1,4 +1,4 @@
-"""What is measured of a step beside its layers, from the seconds that were found: no process runs."""
+"""Tests of measured step overheads besides the layers, from given times; no process runs."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Speeds of processes that share cores: the rule for noise, and what the cost model makes of them."""
+"""Tests of speeds of processes that share cores: the noise rule, and the effect on the cost model."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Profiles: how they interpolate, what they look up, and which mistakes in a file are named."""
+"""Tests of profiles: interpolation, look-up, and named mistakes in a file."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""Run records: read back as written, and a mistake is named."""
+"""Tests of run records: round trip, and named mistakes."""
 
 import json
 

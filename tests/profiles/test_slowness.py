@@ -1,4 +1,4 @@
-"""Which ranks are slow next to the others."""
+"""Tests of which ranks are slow relative to the others."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages, driven over the WebDriver protocol with nothing but the standard library."""
+"""Headless Chromium for tests of pages, driven over the WebDriver protocol with only the standard library."""
 
 import base64
 import json
@@ -65,7 +65,7 @@ class Browser:
     def open(
         self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False, script: bool = True
     ) -> None:
-        """Shows the page of a file in a window of this size, with or without its script."""
+        """Show the page of a file in a window of this size, with or without its script."""
         self.command("Emulation.setScriptExecutionDisabled", value=not script)
         mobile = width < 600
         self.command(
@@ -76,7 +76,7 @@ class Browser:
         self._post(f"{self._session}/url", {"url": path.resolve().as_uri()})
 
     def run(self, script: str) -> Any:
-        """What a script that ends in ``return`` gives in the page."""
+        """Return the result of a script that ends in ``return``, run in the page."""
         return self._post(f"{self._session}/execute/sync", {"script": script, "args": []})
 
     def complaints(self) -> list[str]:
@@ -89,7 +89,7 @@ class Browser:
         return self._post(f"{self._session}/goog/cdp/execute", {"cmd": name, "params": parameters})
 
     def picture(self, path: Path, *, whole: bool = True, **parameters: Any) -> None:
-        """Writes what is seen, or the whole page, as PNG."""
+        """Write the visible part, or the whole page, as PNG."""
         found = self.command("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **parameters)
         path.write_bytes(base64.b64decode(found["data"]))
 

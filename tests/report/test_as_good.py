@@ -1,4 +1,4 @@
-"""The interval of a prediction, and the candidates that predictions cannot tell from the plan, where they are shown."""
+"""Tests of prediction intervals and of candidates within prediction error, as shown."""
 
 from dataclasses import replace
 

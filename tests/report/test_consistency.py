@@ -1,4 +1,4 @@
-"""Figures that stand beside each other agree: parts sum to the whole, percentages are of the figures printed."""
+"""Tests that adjacent figures agree: parts sum to the whole, percentages refer to the printed figures."""
 
 import re
 

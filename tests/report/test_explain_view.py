@@ -1,4 +1,4 @@
-"""What `explain` calls the parts of a pipeline."""
+"""Tests of the names of pipeline parts in `explain`."""
 
 import pytest
 from rich.console import Console

@@ -1,4 +1,4 @@
-"""What stands around the tables of trade-offs."""
+"""Tests of the text around the trade-off tables."""
 
 from rich.console import Console
 
@@ -39,7 +39,7 @@ def test_a_frontier_says_what_is_left_free_and_what_takes_of_it() -> None:
 
 
 def replace_memory(found: TradeOffs, num_bytes: int, *, is_chosen: bool) -> TradeOffs:
-    """With one point, of so much memory."""
+    """Return the trade-offs with one point, of this memory."""
     point = found.points[0].model_copy(update={"memory_bytes": num_bytes, "is_chosen": is_chosen})
     return found.model_copy(update={"points": (point,)})
 

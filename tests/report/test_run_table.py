@@ -1,4 +1,4 @@
-"""Predicted beside measured: a row for each thing, whatever of it is known."""
+"""Tests of predicted against measured: one row per quantity, with the values that are known."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The timeline file against the trace event format and against the timeline that it shows."""
+"""Tests of the timeline file against the trace event format and against the timeline that it shows."""
 
 import json
 from collections import Counter

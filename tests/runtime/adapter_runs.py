@@ -1,4 +1,4 @@
-"""Runs of models with adapters, several in one launch, and what models with them compute."""
+"""Runs of models with adapters, several per launch, and what these models compute."""
 
 import json
 from collections.abc import Iterable
@@ -15,8 +15,9 @@ from tests.runtime.processes import run_module
 
 
 def run_all(folder: Path, runs: Iterable[tuple[str, Plan, TrainOptions]]) -> None:
-    """Trains by name on ``tokens.npy`` of a folder, and writes ``losses.json`` there; runs of as many processes beside
-    each other are one launch."""
+    """Train by name on ``tokens.npy`` of a folder, and write ``losses.json`` there; runs of as many processes share one
+    launch.
+    """
     jobs = []
     for name, plan, options in runs:
         write_plan(plan, folder / f"{name}.json")

@@ -1,4 +1,4 @@
-"""Options of training from the arguments of a command line, without the rest of the command."""
+"""Training options from command-line arguments, without the rest of the command."""
 
 import argparse
 from collections.abc import Sequence

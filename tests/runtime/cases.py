@@ -1,7 +1,7 @@
-"""The plans whose numbers are compared with one process, each with the fault that a negative control plants.
+"""Plans whose numbers are compared with one process, each with the fault that a negative control plants.
 
-What every strategy and every schedule computes in one step is compared in `tests.runtime.leaf_cases`; here steps follow
-each other, embeddings are tied, layers have biases or compute in bf16, and stages have one layer.
+`tests.runtime.leaf_cases` compares every strategy and schedule in one step; the cases here have consecutive steps, tied
+embeddings, layers with biases or in bf16, and stages of one layer.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Case:
 
     @property
     def precision(self) -> str:
-        """That of the plan."""
+        """Precision of the plan."""
         return str(self.make.keywords.get("precision", "fp32"))
 
 

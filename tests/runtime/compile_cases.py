@@ -1,6 +1,6 @@
-"""Compiled blocks under plans of every kind, by inductor on the CPU or by what stands in for it; in one launch.
+"""Compiled blocks under plans of every kind, by inductor on the CPU or a stand-in; in one launch.
 
-Blocks that differ in nothing that a graph holds are compiled once, so cases have few that do.
+Blocks with identical graphs are compiled once, so cases have few different graphs.
 """
 
 from dataclasses import replace

@@ -1,8 +1,7 @@
-"""Plans with context parallelism, beside and inside every other dimension: what four and eight processes compare with
-one.
+"""Plans with context parallelism, alone and nested in other dimensions, compared on four and eight processes.
 
-Both methods, every remat, each order of levels, layers that differ within a stage and across a cut, an embedding or a
-head with cp or without.
+Covers both methods, every remat, each order of levels, layers that differ within a stage and across a cut, and an
+embedding or a head with and without cp.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""What two gloo processes measure of every case of `tests.runtime.test_dry_run`."""
+"""Measurements by two gloo processes for every case of `tests.runtime.test_dry_run`."""
 
 from typing import Any
 

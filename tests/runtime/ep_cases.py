@@ -1,8 +1,7 @@
-"""Plans whose blocks divide their routed experts: with every dimension of data parallelism, beside tp and cp, in
-stages.
+"""Plans with divided routed experts: with every data-parallel dimension, tp, cp, and in stages.
 
-Embedding, head and dense blocks have no experts to divide. No two layers of a plan need be alike: what a case leaves
-out another has.
+Embedding, head and dense blocks have no experts to divide. Layers of a plan may all differ: what one
+case leaves out, another has.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""For every family of models plans that mix strategies, small enough that all of them take a minute on two cores."""
+"""Plans of every model family with mixed strategies, small enough to take a minute on two cores."""
 
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,9 @@ SPLITS = {
     name: ModelSplit.model_validate_json((Path(__file__).parent / f"{name}_split.json").read_text())
     for name in ("bart", "cohere2", "convnext", "gemma4_text", "hy_v4", "roberta", "switch_transformers", "zamba2")
 }
-"""Of types without a family file: what `steelyard.modules.split_proof.split_model` finds for their small configs."""
+"""Splits of types without a family file: those that `steelyard.modules.split_proof.split_model` finds for their small
+configs.
+"""
 
 
 def _case(

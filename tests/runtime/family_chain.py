@@ -1,4 +1,4 @@
-"""Every family's model in one process, as a chain of layers and as transformers runs it."""
+"""Models of every family in one process, as a chain of layers and as transformers runs them."""
 
 import torch
 from torch import Tensor

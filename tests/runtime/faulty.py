@@ -1,4 +1,4 @@
-"""A process of a run that goes wrong on purpose: ``-m tests.runtime.faulty FAULT FOLDER``."""
+"""Process of a run that fails on purpose: ``-m tests.runtime.faulty FAULT FOLDER``."""
 
 import ctypes
 import os

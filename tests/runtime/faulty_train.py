@@ -1,6 +1,6 @@
-"""One process of a real training run that goes wrong on purpose: ``-m tests.runtime.faulty_train FAULTS PLAN …``.
+"""Process of a real training run that fails on purpose: ``-m tests.runtime.faulty_train FAULTS PLAN …``.
 
-FAULTS are ``ATTEMPT:FAULT:STEP`` separated by commas; all befall rank $BAD_RANK, or 1. Every process leaves its id in
+FAULTS are ``ATTEMPT:FAULT:STEP`` separated by commas; all hit rank $BAD_RANK, or 1. Every process leaves its id in
 $PIDS.
 """
 
@@ -43,17 +43,19 @@ def stop_now(*_arguments: Any, **_options: Any) -> None:
 
 
 def die_in_forward(_step: int) -> None:
-    """In the middle of the step: its peers wait for it in a collective."""
+    """Die in the middle of the step, while peers wait in a collective."""
     LayerLoop.forward = end_now  # type: ignore[method-assign]
 
 
 def stop_in_forward(_step: int) -> None:
-    """As a debugger, a suspended job or a machine out of memory leaves a process: it lives and does nothing."""
+    """Stop in the forward pass but stay alive, as a debugger, a suspended job or a machine out of memory leaves a
+    process.
+    """
     LayerLoop.forward = stop_now  # type: ignore[method-assign]
 
 
 def die_while_saving(step: int) -> None:
-    """With half of its file of the checkpoint after this step on the disk."""
+    """Die with half of the file of the checkpoint after this step on the disk."""
 
     def half(writer: Any, write: Any) -> Any:
         result = write()
@@ -66,7 +68,7 @@ def die_while_saving(step: int) -> None:
 
 
 def fill_disk(step: int) -> None:
-    """From the checkpoint after this step on no file may grow beyond a few bytes: as a full disk looks to a process."""
+    """Fill the disk: from the checkpoint after this step on, no file may grow beyond a few bytes."""
 
     def write_little(_writer: Any, write: Any) -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, SMALL_FILE_BYTES))
@@ -106,7 +108,7 @@ def bring_back(_step: int) -> None:
 
 
 def compute_slowly(_step: int) -> None:
-    """As a device that is too hot, from this step on."""
+    """Compute slowly from this step on, as a device that is too hot."""
     forward = LayerLoop.forward
 
     def slow(*arguments: Any, **options: Any) -> Any:
@@ -117,7 +119,7 @@ def compute_slowly(_step: int) -> None:
 
 
 def kill_agent(_step: int) -> None:
-    """As a host that loses power: its agent is gone and its processes with it."""
+    """Kill the agent and its processes, as a host that loses power."""
     os.kill(os.getppid(), signal.SIGKILL)
 
 
@@ -147,7 +149,7 @@ def slow_down() -> None:
 
 
 def plant(faults: str) -> None:
-    """Has the faults of this attempt happen at their step."""
+    """Make the faults of this attempt happen at their step."""
     planned = [text.split(":") for text in faults.split(",") if text]
     mine = {int(step): FAULTS[fault] for attempt, fault, step in planned if int(attempt) == restart_count()}
     train_step = ParallelModel.train_step

@@ -1,4 +1,4 @@
-"""Models whose samples hold more than token ids, under plans that mix strategies; all of them in one launch."""
+"""Plans with mixed strategies for models with features besides token ids; all in one launch."""
 
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ SPLITS = {
     name: ModelSplit.model_validate_json((Path(__file__).parent / f"{name}_split.json").read_text())
     for name in ("llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "speech_to_text", "whisper")
 }
-"""What `steelyard.modules.split_proof.split_model` finds for their small configs."""
+"""Splits that `steelyard.modules.split_proof.split_model` finds for their small configs."""
 
 
 def _case(name: str, *stages: str) -> Case:

@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits under plans of every kind; all of them in one launch."""
+"""Plans of every kind with 8-bit linear layers; all in one launch."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Models of which a part is frozen, under plans of every kind; all of them in one launch."""
+"""Plans of every kind for partly frozen models; all in one launch."""
 
 from collections.abc import Sequence
 from functools import partial

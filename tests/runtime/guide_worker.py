@@ -1,4 +1,4 @@
-"""What two ranks find when they run the example of docs/how-to/your-own-model.md: one launch, two plans."""
+"""Results of two ranks that run the example of docs/how-to/your-own-model.md: one launch, two plans."""
 
 import importlib.util
 import tempfile

@@ -1,4 +1,4 @@
-"""Hybrid sharding, states sharded over near ranks and replicated over far ones, on 4 and 8 processes."""
+"""Hybrid sharding on 4 and 8 processes: states sharded over near ranks and replicated over far ones."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""For Llama every leaf of the decision tree over 4 and 8 devices, every pipeline degree and every schedule.
+"""Plans of Llama with every leaf of the decision tree over 4 and 8 devices, every pipeline degree and schedule.
 
 The leaves take turns on the layers of one-stage plans, so that each strategy meets others before and after it. Over 4
 devices each comes with one kind of remat, in turn, and at night with every dimension; over 8, which divide layers no
@@ -54,7 +54,7 @@ def one_of_each_order(strategies: list[Strategy]) -> list[Strategy]:
 
 
 def dimensions_and_remat(strategy: Strategy) -> tuple[tuple[Dimension, ...], Remat]:
-    """What a fault of recomputation is likely to depend on."""
+    """Properties that a recomputation fault is likely to depend on."""
     return tuple(level.dimension for level in strategy.levels), strategy.remat
 
 

@@ -1,4 +1,4 @@
-"""Models with adapters, under plans of every kind; all of them in one launch."""
+"""Plans of every kind for models with adapters; all in one launch."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Small models of every family, and plans for them, that the tests of the runtime share."""
+"""Small models of every family and their plans, shared by the runtime tests."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What four ranks find of users' own modules under plans of every kind, against one process: one launch."""
+"""Results of users' own modules on four ranks under plans of every kind, against one process; one launch."""
 
 import tempfile
 from functools import cache, partial
@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "stages": ("dp2, fsdp2, dp2 remat=full", "fsdp2 zero2, fsdp2, dp2"),
     "tensors": ("dp4, dp2-tp2, tp2-fsdp2 remat=full, fsdp2-tp2, dp4, fsdp4",),
 }
-"""For modules of four blocks."""
+"""Strategies per stage for modules of four blocks."""
 PAIRS = [
     *((name, "tensors") for name in ("nanogpt", "titan", "dit", "sequential")),
     *((name, "stages") for name in ("nanogpt", "sequential", "unet", "towers")),
@@ -144,7 +144,7 @@ def resumed(name: str) -> dict[str, Any]:
 
 
 def refused() -> dict[str, str]:
-    """What is said of a module or of samples that are not the plan's."""
+    """Message for a module or samples that are not the plan's."""
     case = CASES["dit"]
     plan = plan_of("dit", "data")
     found = {}

@@ -1,4 +1,4 @@
-"""Two gloo processes that train a step of a pipeline and say what lives on each as its last backward pass begins."""
+"""Two gloo processes that train a pipeline step and report what is live when the last backward pass begins."""
 
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ from tests.runtime.models import make_plan
 
 SEQ_LEN = 32
 SAMPLES = 4
-"""Of a microbatch."""
+"""Number of samples of a microbatch."""
 COUNTS = (8, 16)
 STAGES = {
     "gpipe": ("single, single remat=full", "single, single"),

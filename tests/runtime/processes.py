@@ -1,8 +1,8 @@
-"""Runs functions as the ranks of a world of a few gloo processes, or of this process alone.
+"""Runner of functions as the ranks of a world of a few gloo processes, or of this process alone.
 
 ``python -m tests.runtime.processes MODULE:FUNCTION NUM RESULT.json`` runs a function of no arguments on every rank of a
-world of forks; what rank 0 returns is written as JSON. ``MODULE:before_ranks`` runs before, where there is one: what it
-imports the forks find imported.
+world of forks, and writes the result of rank 0 as JSON. If the module has ``before_ranks``, that runs first; forks
+inherit its imports.
 """
 
 import datetime
@@ -35,18 +35,18 @@ _groups: dict[Any, Any] = {}
 
 
 def run_ranks(function: str, num_processes: int, folder: Path) -> Any:
-    """What ``module:function`` returns on the first of several ranks."""
+    """Return the result of ``module:function`` on the first of several ranks."""
     return run_module("tests.runtime.processes", function, num_processes, result=folder / "result.json")
 
 
 def run_parity(cases: str, result: Path, names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """What `tests.runtime.worker` finds for a module of cases, all of them or those of these names."""
+    """Return the results of `tests.runtime.worker` for a module of cases, all of them or those of these names."""
     found: dict[str, dict[str, Any]] = run_module("tests.runtime.worker", cases, json.dumps(names), result=result)
     return found
 
 
 def run_module(module: str, *arguments: object, result: Path) -> Any:
-    """What ``python -m MODULE … RESULT.json`` writes there."""
+    """Return the JSON that ``python -m MODULE … RESULT.json`` writes."""
     finished = run_warm(module, *arguments, result, timeout_s=HANG_LIMIT_S)
     said = finished.stderr
     assert finished.returncode == 0, f"{said[:_SHOWN_CHARACTERS]}\n…\n{said[-_SHOWN_CHARACTERS:]}"
@@ -64,7 +64,9 @@ def one_process() -> Iterator[None]:
 
 
 def run_world(num_processes: int, work: Callable[[int], None]) -> None:
-    """Does ``work`` of a rank on every rank of a world of forks; exits if one of them failed.
+    """Run ``work`` of a rank on every rank of a world of forks; exit if one of them failed. A world of which a rank
+    ended by SIGSEGV starts again once, because gloo's own thread was seen to end like that
+    (docs/explanation/log/runtime.md).
 
     A world of which a rank ended by SIGSEGV begins again, once: gloo's own thread was seen to end so
     (docs/explanation/log/runtime.md).
@@ -88,7 +90,8 @@ def run_world(num_processes: int, work: Callable[[int], None]) -> None:
 
 @contextmanager
 def one_of_many_cases() -> Iterator[None]:
-    """Gives a case the process groups that earlier cases made, as many of the same ranks as it asks for.
+    """Give a case the process groups that earlier cases made, as many of the same ranks as it asks for. Without reuse
+    they pile up, each with its threads. DTensor's results for a mesh are found again under an equal one.
 
     Else they pile up, each with its threads. What DTensor works out for a mesh, it finds again under an equal one.
     """

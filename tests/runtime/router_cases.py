@@ -1,6 +1,6 @@
-"""Plans of models whose routers' auxiliary loss is trained: every parallelism dimension, remat, stages of a pipeline.
+"""Plans that train the routers' auxiliary loss: every parallelism dimension, remat, pipeline stages.
 
-The loss has a coefficient of 0.5, so that a tenth of a per cent of it is far above what rounding does.
+The loss has a coefficient of 0.5, so that 0.1 % of it is far above rounding errors.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from tests.runtime.cases import Case
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
 OLMOE_SPLIT = ModelSplit.model_validate_json((Path(__file__).parent / "olmoe_split.json").read_text())
-"""Of a type without a family file."""
+"""Split of a type without a family file."""
 
 TRAINED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 CONFIGS: dict[str, dict[str, Any]] = {

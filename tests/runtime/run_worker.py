@@ -1,7 +1,7 @@
 """Several training runs in one launch: ``python -m tests.runtime.run_worker JOBS.json RESULT.json``.
 
-A job is what `steelyard train` is given, with the number of processes; jobs run one after another, so a later one can
-resume what an earlier one wrote.
+A job is the arguments of `steelyard train` and the number of processes. Jobs run one after another, so a later job can
+resume an earlier one.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Plans in fp16, every mode of every dimension among them, on 4 processes."""
+"""Plans in fp16 on 4 processes, covering every mode of every dimension."""
 
 from functools import partial
 

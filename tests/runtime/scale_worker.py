@@ -1,4 +1,4 @@
-"""Loss scaling on the ranks of a world: what it changes (nothing but what overflows), and what all ranks agree on."""
+"""Loss scaling on the ranks of a world: it changes only overflowing steps, and all ranks agree."""
 
 import math
 from contextlib import nullcontext
@@ -34,7 +34,9 @@ def model_of(plan: Plan, *, growth_interval: int | None = None) -> ParallelModel
 
 
 def train(model: ParallelModel, optimizers: list[Any], steps: range, *, overflow: tuple[int, int] = (-1, 0)) -> dict:
-    """What a few steps find; in the step and on the rank of ``overflow`` the backward pass makes an infinite entry."""
+    """Train a few steps and return the results; in the step and on the rank of ``overflow`` the backward pass makes an
+    infinite entry.
+    """
     found: dict[str, list[Any]] = {"losses": [], "norms": [], "scales": [], "skipped": []}
     plan, finish = model.plan, LossScale.finish_step
 
@@ -94,7 +96,7 @@ def everywhere(value: Any) -> list[Any]:
 
 
 def scaled_and_not(plan: Plan) -> dict[str, Any]:
-    """The same steps in fp32 with and without a scale that doubles in every step."""
+    """Same steps in fp32 with and without a scale that doubles in every step."""
     plan = plan.model_copy(update={"precision": "fp32"})
     plain, scaled = model_of(plan), model_of(plan, growth_interval=1)
     expected = train(plain, sgd(plain), range(NUM_STEPS))
@@ -165,7 +167,7 @@ def resumed(first: Plan, second: Plan) -> dict[str, Any]:
 
 
 def never_ends(plan: Plan) -> dict[str, Any]:
-    """How many steps of a model whose gradients are never finite are skipped from a low scale, and what ends them."""
+    """Return the number of skipped steps of a model with non-finite gradients from a low scale, and what ends them."""
     with mock.patch.object(loss_scale, "INITIAL_SCALE", 2.0):
         model = model_of(plan)
     for parameter in model.parameters():

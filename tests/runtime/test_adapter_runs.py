@@ -1,4 +1,4 @@
-"""Runs of other adapters than LoRA: first weights beside a given base, what peft reads, and how they resume."""
+"""Tests of runs with adapters other than LoRA: initial weights, what peft reads, and resuming."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What crosses the border of two stages: every entry arrives, what is sent is what is received, and nothing twice."""
+"""Tests of the boundary between two stages: every entry arrives, sent equals received, nothing is sent twice."""
 
 import pytest
 import torch

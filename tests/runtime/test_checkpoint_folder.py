@@ -1,4 +1,4 @@
-"""The folder of checkpoints: whatever happens at whatever instant, the last complete one is found and whole."""
+"""Tests that an interruption at any instant leaves the last complete checkpoint intact and findable."""
 
 import errno
 import fcntl

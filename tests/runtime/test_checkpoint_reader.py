@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else may have written: none runs code, and what is wrong with one is one message."""
+"""Tests of untrusted checkpoints: none runs code, and a wrong one gives one message."""
 
 import io
 import os

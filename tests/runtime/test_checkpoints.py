@@ -1,4 +1,4 @@
-"""Runs that resume: bit by bit under the same plan, with the same losses under another plan or process count."""
+"""Tests of resuming: bitwise under the same plan, same losses under another plan or process count."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from tests.runtime.processes import run_module
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 LOSS_TOLERANCE = 1e-5
-"""Of losses after a resume under another plan, relative: sums in another order."""
+"""Relative tolerance of losses after a resume under another plan, because sums have another order."""
 UNEVEN = {**CONFIGS["llama"], "num_hidden_layers": 2, "vocab_size": 250, "intermediate_size": 124}
 """Sizes that four ranks do not divide."""
 TIED = {**CONFIGS["llama-tied"], "vocab_size": 250}
@@ -40,7 +40,7 @@ RUN = TrainOptions(steps=STEPS, lr=1e-2, warmup_steps=2, checkpoint_every=MIDDLE
 
 
 def _plan(config: dict[str, Any], *stages: str, **options: Any) -> Callable[[], Plan]:
-    """Makes the plan once it is asked for, since its model is split then, which collecting does not wait for."""
+    """Build the plan on demand, because its model is split then, which collecting does not wait for."""
     return cache(partial(make_plan, config, *stages, global_batch=8, **options))
 
 

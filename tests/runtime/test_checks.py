@@ -1,4 +1,4 @@
-"""Plans that the runtime refuses."""
+"""Tests of plans that the runtime refuses."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Compiled blocks train as one process that compiles nothing does: four processes against one."""
+"""Tests that compiled blocks train as one uncompiled process does: four processes against one."""
 
 import shutil
 from typing import Any

@@ -1,4 +1,4 @@
-"""Plans with context parallelism train as one process does: four and eight processes against one."""
+"""Tests that plans with context parallelism train as one process does: four and eight processes against one."""
 
 from typing import Any
 

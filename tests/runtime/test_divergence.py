@@ -1,4 +1,4 @@
-"""When a run that goes wrong is said to, and when it ends."""
+"""Tests of when a diverging run is reported, and when it ends."""
 
 import math
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Dropout repeats where it must and differs where it must."""
+"""Tests that dropout repeats where it must and differs where it must."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A rank that runs on fake tensors holds what a real process holds, and its terms say what it is."""
+"""Tests that a rank on fake tensors holds what a real process holds, and that its terms name it."""
 
 import pytest
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Runs that lose devices and hosts for good, and get them back: real processes under torchrun."""
+"""Tests of runs that lose devices and hosts permanently and regain them: real processes under torchrun."""
 
 import json
 import os
@@ -36,7 +36,7 @@ SAME_LOSS = 1e-4
 
 @pytest.fixture(scope="module")
 def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of four devices in one stage, and a batch that three do not divide."""
+    """Path of a plan of four devices in one stage, with a batch that three do not divide."""
     folder = tmp_path_factory.mktemp("plan")
     config = {**CONFIGS["llama-tied"], "num_hidden_layers": 1}
     plan = find_plan(

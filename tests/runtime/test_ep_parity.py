@@ -1,4 +1,4 @@
-"""Models whose experts are divided over ranks train as one process does: four or eight processes against one."""
+"""Tests that models with divided experts train as one process does: four or eight processes against one."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Evaluation of a batch: its loss without dropout, and nothing of the training changes."""
+"""Tests of batch evaluation: loss without dropout, and no change to the training."""
 
 import pytest
 import torch

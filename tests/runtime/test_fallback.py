@@ -1,4 +1,4 @@
-"""What a run does where its plan runs out of memory."""
+"""Tests of a run whose plan runs out of memory."""
 
 from pathlib import Path
 

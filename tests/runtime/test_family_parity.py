@@ -1,4 +1,4 @@
-"""Every family trains under mixed plans as one process does: four processes against one."""
+"""Tests that every family trains under mixed plans as one process does: four processes against one."""
 
 from typing import Any
 

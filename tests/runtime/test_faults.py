@@ -1,4 +1,4 @@
-"""Runs to which something happens: each ends in time with a clear message, loses nothing and leaves no process."""
+"""Tests of faults during runs: each ends in time with a clear message, loses nothing, leaves no process."""
 
 import json
 import time
@@ -54,7 +54,8 @@ def options(tmp_path: Path) -> TrainOptions:
 
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Trains as `launch` does, with faults planted in the processes, those of the first launch first.
+    """Train as `launch` does, with faults planted in the processes, those of the first launch first. However it ends,
+    it does in time, and no process is left.
 
     However it ends, it does in time, and no process is left.
     """

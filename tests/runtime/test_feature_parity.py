@@ -1,4 +1,4 @@
-"""Models whose samples hold more than token ids train under mixed plans as one process does: four against one."""
+"""Tests that models with features besides token ids train as one process does: four processes against one."""
 
 from typing import Any
 

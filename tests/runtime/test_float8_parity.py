@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits train as they do in one process: four processes against one, on the CPU."""
+"""Tests that 8-bit linear layers train as in one process: four processes against one, on the CPU."""
 
 import shutil
 from typing import Any

@@ -1,4 +1,4 @@
-"""Runs of which a part is frozen: what they keep and export, and how they resume under another plan."""
+"""Tests of partly frozen runs: saved and exported content, and resuming under another plan."""
 
 import json
 from dataclasses import replace

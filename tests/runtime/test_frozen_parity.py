@@ -1,4 +1,4 @@
-"""What is frozen stays as it is, and the rest trains as in one process that has the same frozen: four against one."""
+"""Tests that frozen parts stay unchanged and the rest trains as in one process: four processes against one."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a host must have for a plan before any of its processes takes memory."""
+"""Tests of host requirements of a plan, checked before any process takes memory."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ ALL = range(4)
 
 @pytest.fixture(autouse=True)
 def _undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the checks write into the environment is taken back."""
+    """Restore the environment that the checks changed."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
 

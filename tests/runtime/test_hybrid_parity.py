@@ -1,4 +1,4 @@
-"""Hybrid sharding trains as one process does: losses, gradients, norms and weights of four and eight processes."""
+"""Tests that hybrid sharding trains as one process does: losses, gradients, norms and weights, on 4 and 8."""
 
 from typing import Any
 

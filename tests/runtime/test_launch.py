@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them: what they train and write, and how they end when something is wrong."""
+"""Tests of whole runs as a user starts them: their training and files, and how they end on errors."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def started(script: str, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]
 
 
 def wait_for(folder: Path, pattern: str, count: int) -> None:
-    """Waits until the folder has as many files."""
+    """Wait until the folder has as many files."""
     limit_s = time.monotonic() + HANG_LIMIT_S
     while len(list(folder.glob(pattern))) < count:
         assert time.monotonic() < limit_s, f"fewer than {count} files {pattern}"

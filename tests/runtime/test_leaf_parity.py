@@ -1,4 +1,4 @@
-"""Llama under every leaf of 4 and 8 devices, pipeline degree and schedule: four or eight processes against one."""
+"""Tests of Llama under every leaf of 4 and 8 devices, pipeline degree and schedule, against one process."""
 
 from collections import Counter
 from collections.abc import Iterable

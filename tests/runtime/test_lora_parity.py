@@ -1,6 +1,6 @@
-"""Adapters train as in one process that has the same, and all else stays; a loss in chunks is the same loss.
+"""Tests that adapters train as in one process and the rest is unchanged, and that a loss in chunks is equal.
 
-Four processes against one, which computes the loss whole.
+Four processes are compared with one, which computes the loss whole.
 """
 
 from typing import Any

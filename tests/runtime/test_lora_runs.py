@@ -1,4 +1,4 @@
-"""Runs of a model with adapters: what peft and transformers read of them, and how they resume under another plan."""
+"""Tests of runs with adapters: what peft and transformers read of them, and resuming under another plan."""
 
 import json
 from dataclasses import replace

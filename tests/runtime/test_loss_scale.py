@@ -1,4 +1,4 @@
-"""fp16 trains as one process in fp32 does, and its loss scale changes nothing but the steps that overflow."""
+"""Tests that fp16 trains as one fp32 process does, and that loss scaling changes only overflowing steps."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is said when memory runs out, and the budget that can be enforced."""
+"""Tests of the message when memory runs out, and of the budget that can be enforced."""
 
 from contextlib import AbstractContextManager
 

@@ -1,4 +1,4 @@
-"""Runs with offload: they train as one process does, bit by bit as without it, and resume what any run wrote."""
+"""Tests of runs with offload: equal to one process, bitwise equal without offload, resuming any run."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""AdamW's learning rate and what decays."""
+"""Tests of AdamW's learning rate and weight decay."""
 
 from itertools import pairwise
 from typing import Any
@@ -70,7 +70,7 @@ def test_schedules_that_contradict_themselves_are_refused(given: dict[str, Any],
 
 
 def decayed_names(config: str) -> tuple[set[str], set[str]]:
-    """Names of all parameters that decay, and that do not, of one process."""
+    """Names of all parameters that decay, and that do not, in one process."""
     strategies = ", ".join(["single"] * (CONFIGS[config]["num_hidden_layers"] + 2))
     plan = make_plan(config, strategies, num_devices=1, global_batch=2, num_microbatches=1)
     with one_process():

@@ -1,4 +1,4 @@
-"""The optimizers of plans: every plan trains as one process does, and resumes what another plan or optimizer wrote."""
+"""Tests of plans' optimizers: every plan trains as one process, and resumes other plans or optimizers."""
 
 import json
 from dataclasses import replace
@@ -137,7 +137,7 @@ def test_losses_equal_those_of_one_process(runs: Runs, word: str, name: str) -> 
 
 
 def tolerance(word: str, *names: str) -> float:
-    """Of losses under these plans."""
+    """Tolerance of losses under these plans."""
     is_exact = word != WEIGHTS and WHOLE.issuperset(names)
     return EXACT_TOLERANCE if is_exact else TOLERANCE.get(word, EXACT_TOLERANCE)
 

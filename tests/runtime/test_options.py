@@ -1,4 +1,4 @@
-"""Options of a run: limits, and the way through the command line."""
+"""Tests of run options: limits, and their path through the command line."""
 
 from pathlib import Path
 

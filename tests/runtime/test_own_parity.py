@@ -1,4 +1,4 @@
-"""Users' own modules under plans of every kind give what one process gives; checkpoints go on under another plan."""
+"""Tests that users' own modules train as one process under all plans; checkpoints resume under other plans."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Any plan trains as one process does: losses, gradients, norms and weights of four and eight processes against one."""
+"""Tests that any plan trains as one process does: losses, gradients, norms and weights, on 4 and 8 processes."""
 
 from typing import Any
 

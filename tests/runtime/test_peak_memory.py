@@ -1,4 +1,4 @@
-"""The memory meter: every storage that lives counts once, from its birth until it is freed or shrunk."""
+"""Tests of the memory meter: each live storage counts once, from birth until it is freed or shrunk."""
 
 import torch
 from torch.utils.checkpoint import checkpoint

@@ -1,4 +1,4 @@
-"""A model of peft is planned and trained as it is: its base with the lever that its adapters are."""
+"""Tests that a peft model is planned and trained unchanged: its base plus the lever of its adapters."""
 
 from collections.abc import Callable
 from typing import Any

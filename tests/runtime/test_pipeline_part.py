@@ -1,4 +1,4 @@
-"""What a pipeline exchanges is held while it is used: found in two processes, for two numbers of microbatches."""
+"""Tests that pipeline buffers are held while in use, in two processes, for two microbatch counts."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def growth(found: Found, schedule: str, part: str) -> list[tuple[int, int]]:
-    """By rank, how much more lives with more microbatches: in the last backward pass, and after the step."""
+    """Growth of live bytes with more microbatches, by rank: in the last backward pass, and after the step."""
     few, many = found[f"{schedule} {part}"]
     return [(then[0] - now[0], then[1] - now[1]) for now, then in zip(few, many, strict=True)]
 

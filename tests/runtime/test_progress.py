@@ -1,4 +1,4 @@
-"""The line of progress, the metrics file, TensorBoard's files, and the clock behind them."""
+"""Tests of the progress line, the metrics file, TensorBoard's files, and their clock."""
 
 import json
 import sys

@@ -1,6 +1,6 @@
-"""Models whose routers' auxiliary loss is trained: four processes against one that runs the functions of transformers.
+"""Tests of the routers' auxiliary loss: four processes against one that runs transformers' functions.
 
-That one is given the same microbatches, one after another.
+The single process gets the same microbatches, one after another.
 """
 
 from typing import Any

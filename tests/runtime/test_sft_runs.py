@@ -1,4 +1,4 @@
-"""Runs on prompts with completions, and on conversations: what plain PyTorch computes of the same rows, in one process.
+"""Tests of runs on prompts with completions and on conversations, against plain PyTorch on the same rows.
 
 The reference tokenizes by itself, fills samples up as collators of transformers do, with a mask, and takes the loss
 that transformers' model has for labels.

@@ -1,4 +1,4 @@
-"""Ranks that compute for longer than the others: named while the run goes on, and in its record."""
+"""Tests of ranks that compute longer than others: named during the run and in its record."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Names that no plan changes: every parameter of every family has the one of the unmodified model."""
+"""Tests that every parameter of every family keeps the name of the unmodified model under any plan."""
 
 import pytest
 

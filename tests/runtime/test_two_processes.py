@@ -1,4 +1,4 @@
-"""Facts that need two ranks: dropout on unlike and like shares, synchronisation of microbatches, precision."""
+"""Tests that need two ranks: dropout on different and identical shares, microbatch sync, precision."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def test_zero_2_gathers_half_as_often_as_zero_3(facts: dict[str, Any]) -> None:
 
 
 def test_zero_1_gathers_and_reduces_once_a_step_however_many_microbatches(facts: dict[str, Any]) -> None:
-    """But for the head, which FSDP gathers ahead once more as a step of several ends (`tests.cost.test_sent_bytes`)."""
+    """The head is an exception: FSDP gathers it once more as a step of several ends (`tests.cost.test_sent_bytes`)."""
     one, four = (facts[f"collectives fsdp2 zero1 {count}"] for count in (1, 4))
     assert [each["c10d::_reduce_scatter_base_"] for each in (one, four)] == [4, 4]
     assert [each["c10d::_allgather_base_"] for each in (one, four)] == [4, 5]

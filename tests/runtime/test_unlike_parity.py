@@ -1,4 +1,4 @@
-"""Stages of unlike numbers of ranks train as one process does: losses, gradients, norms and weights."""
+"""Tests that stages with different numbers of ranks train as one process: losses, gradients, norms, weights."""
 
 from typing import Any
 

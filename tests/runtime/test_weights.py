@@ -1,4 +1,4 @@
-"""Weights read from Hugging Face folders, and what is wrong with those that cannot be."""
+"""Tests of weights from Hugging Face folders, and of errors for those that cannot be read."""
 
 import errno
 import json
@@ -49,7 +49,7 @@ SOME = "model.layers.0.mlp.up_proj.weight"
 
 
 class WholeState:
-    """What a whole model saves, on one process: what `RunState` is to a plan."""
+    """State that a whole model saves, on one process: the counterpart of `RunState` for a plan."""
 
     def __init__(self, chain: ModelChain) -> None:
         self.names: ParameterNames = parameter_names(chain)

@@ -1,4 +1,4 @@
-"""Split backward passes train as one process does."""
+"""Tests that split backward passes train as one process does."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Parameters and gradients that stay whole throughout a step train as one process does, their states sharded."""
+"""Tests that parameters and gradients kept whole during a step, with sharded states, train as one process does."""
 
 from typing import Any
 

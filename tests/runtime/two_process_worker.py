@@ -1,4 +1,4 @@
-"""What two ranks measure for `test_two_processes`: one launch, many facts."""
+"""Measurements by two ranks for `test_two_processes`: one launch, many facts."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +18,7 @@ LLAMA = {**CONFIGS["llama"], "num_hidden_layers": 2}
 
 
 def read(indices: list[int]) -> torch.Tensor:
-    """The same sample for every index, so that ranks with other samples differ by dropout alone."""
+    """Read the same sample for every index, so that ranks with other samples differ by dropout alone."""
     tokens = torch.arange(33) * 7 % 256
     return tokens.expand(len(indices), -1)
 

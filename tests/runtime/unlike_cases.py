@@ -1,4 +1,4 @@
-"""Stages of unlike numbers of ranks, on 3, 4 and 6 processes: each boundary redistributes what crosses it."""
+"""Stages of different sizes on 3, 4 and 6 processes: each boundary reshards its activations."""
 
 from functools import partial
 

@@ -1,7 +1,7 @@
-"""Processes that run every case of a module of cases and write what they found as JSON.
+"""Processes that run every case of a module of cases and write their results as JSON.
 
-``python -m tests.runtime.worker MODULE NAMES RESULT.json`` with a JSON list of the names of some cases, or of none for
-all. One process trains the unmodified model without a plan first; the others compare with what it wrote.
+``python -m tests.runtime.worker MODULE NAMES RESULT.json`` takes a JSON list of names of cases, empty for
+all. One process first trains the unmodified model without a plan; the others compare with its results.
 """
 
 import importlib
@@ -38,13 +38,13 @@ Cases = Mapping[str, Case]
 
 
 def write_references(folder: Path, cases: Cases) -> None:
-    """What one process finds for every model and batch."""
+    """Write the results of one process for every model and batch."""
     for name, case in {reference_file(case): case for case in cases.values()}.items():
         torch.save(train_alone(case.plan, seed=SEED, num_steps=case.num_steps), folder / name)
 
 
 def reference_file(case: Case) -> str:
-    """Where the single process writes what it found for the model, batch and steps of a case."""
+    """Path of the single process's results for the model, batch and steps of a case."""
     plan, chain = case.plan, case.plan.chain()
     microbatches = f"-in-{plan.num_microbatches}" if chain.trains_routers else ""
     frozen = "".join(f"-without-{each}" for each in chain.freeze.patterns) if chain.freeze else ""
@@ -128,7 +128,7 @@ def main(module: str, names: Sequence[str], result: Path) -> None:
 
 
 def import_models(cases: Cases) -> None:
-    """Builds every model once, so that the forks find imported what that takes."""
+    """Build every model once, so that the forks inherit the imports that it needs."""
     for chain in {case.plan.chain().config_hash: case.plan.chain() for case in cases.values()}.values():
         build_model(chain, seed=0)
 

@@ -1,4 +1,4 @@
-"""Backward passes that are split under every kind of sharding and recomputation, on 4 and 8 processes."""
+"""Split backward passes under every kind of sharding and recomputation, on 4 and 8 processes."""
 
 from functools import partial
 

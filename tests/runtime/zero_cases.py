@@ -1,4 +1,4 @@
-"""Layers whose parameters and gradients stay whole throughout a step, sent once in it, on 2 and 4 processes."""
+"""Layers that keep parameters and gradients whole during a step and send them once, on 2 and 4 processes."""
 
 from functools import partial
 

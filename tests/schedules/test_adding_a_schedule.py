@@ -1,4 +1,4 @@
-"""A schedule is added in one place: with its passes alone it is simulated, its memory computed, and planned with."""
+"""Test that a schedule added in one place is simulated, its memory computed, and planned with."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""No module but a schedule's own names it: everything else asks the registry."""
+"""Tests that only a schedule's own module names it; others ask the registry."""
 
 import ast
 import re

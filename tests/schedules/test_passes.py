@@ -1,4 +1,4 @@
-"""The order of passes on every stage against what `torch.distributed.pipelining` does."""
+"""Tests of the order of passes on every stage against `torch.distributed.pipelining`."""
 
 from collections import Counter
 from itertools import accumulate

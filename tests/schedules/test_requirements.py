@@ -1,4 +1,4 @@
-"""What each schedule requires of a configuration, and where the search tries it."""
+"""Tests of what each schedule requires of a configuration, and where the search tries it."""
 
 import pytest
 

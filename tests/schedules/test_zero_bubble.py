@@ -1,4 +1,4 @@
-"""Weight passes in plans: searched where they are asked for, and what does not go with them."""
+"""Tests of weight passes in plans: searched if requested, and incompatible settings."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Time limits, and the slow sweep against exhaustive search."""
+"""Tests of time limits, and the slow sweep against exhaustive search."""
 
 import time
 from dataclasses import replace

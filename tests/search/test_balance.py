@@ -1,4 +1,4 @@
-"""Even, memory-balanced and bi-objective partitions: what they promise, and that exact is never worse."""
+"""Tests of even, memory-balanced and bi-objective partitions: their guarantees, and exact is never worse."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The kernels of the search as the wheel has them: the same results, bit by bit, as those that numba compiles."""
+"""Tests that the wheel's search kernels give bitwise the results of those that numba compiles."""
 
 import importlib.util
 import inspect
@@ -35,7 +35,7 @@ def load(name: str, path: Path) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """What the build of a wheel makes of the kernels."""
+    """Library that the build of a wheel makes of the kernels."""
     hatchling = "hatchling.builders.hooks.plugin.interface"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, hatchling, SimpleNamespace(BuildHookInterface=object))  # type: ignore[misc]

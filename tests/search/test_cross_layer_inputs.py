@@ -1,4 +1,4 @@
-"""Cross-layer inputs in the search against exhaustive search, in problem files, and in what is reported."""
+"""Tests of cross-layer inputs in the search against exhaustive search, in problem files, and in reports."""
 
 import json
 from dataclasses import replace
@@ -180,7 +180,7 @@ def test_strategies_are_exact_for_the_even_cuts() -> None:
 
 
 def unet(num_skips: int, num_strategies: int) -> CostTables:
-    """Layers down and up of one stage; each on the way down is read by its twin on the way up, too."""
+    """Layers down and up of one stage; each on the way down is also read by its counterpart on the way up."""
     rng = np.random.default_rng(num_skips)
     plain = random_tables(rng, num_stages=1, num_strategies=num_strategies)
     count = 2 * num_skips + 1
@@ -205,7 +205,7 @@ def unet(num_skips: int, num_strategies: int) -> CostTables:
 
 
 def least_of_unet(tables: CostTables) -> float:
-    """From the innermost layer outwards: least time of all between a layer and its twin, by the strategies of both."""
+    """Minimum time of all between a layer and its counterpart, by both strategies, from the innermost layer out."""
     num_skips = len(tables.cross_layer_inputs)
     time_s, switch_s = tables.time_s, tables.switch_s
     within = np.where(np.eye(time_s.shape[1], dtype=bool), time_s[num_skips][:, None], np.inf)

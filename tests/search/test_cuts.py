@@ -1,4 +1,4 @@
-"""The best cuts with given strategies: the fastest of all cuts and numbers of recomputed blocks, one by one."""
+"""Tests of the best cuts with given strategies, against all cuts and numbers of recomputed blocks."""
 
 import itertools
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def drawn(rng: np.random.Generator, leading: Leading, *, num_pairs: int = 1) -> 
 
 
 def _only_recompute(tables: CostTables, more: int) -> None:
-    """Makes a strategy the one before it with more recomputation."""
+    """Make a strategy the one before it with more recomputation."""
     less = more - 1
     tables.time_s[:, more] = np.maximum(tables.time_s[:, less], tables.time_s[:, more])
     tables.activation_bytes[:, more] = np.minimum(tables.activation_bytes[:, less], tables.activation_bytes[:, more])

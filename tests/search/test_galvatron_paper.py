@@ -1,4 +1,4 @@
-"""Galvatron's published tables, plans and predictions against the rebuilt rules and our search."""
+"""Tests of Galvatron's published tables, plans and predictions against the rebuilt rules and our search."""
 
 import csv
 import dataclasses

@@ -1,4 +1,4 @@
-"""The per-layer dynamic program: one pass answers every budget, and pruning loses nothing."""
+"""Tests of the per-layer dynamic program: one pass answers every budget, and pruning loses nothing."""
 
 import itertools
 

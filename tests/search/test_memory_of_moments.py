@@ -1,4 +1,4 @@
-"""Searches of tables in which layers free what they hold and leave buffers: the fastest plan that fits, and proven."""
+"""Tests of tables whose layers free memory and leave buffers: the fastest plan that fits, with proof."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Medium problems against HiGHS, which proves its answer: 8 to 16 layers and 6 to 8 strategies."""
+"""Tests of medium problems (8 to 16 layers, 6 to 8 strategies) against HiGHS, which proves its answer."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Tables that are made on demand: the same results as from tables that are there, and no more of them than needed."""
+"""Tests of tables built on demand: the same results, and no more tables than needed."""
 
 import time
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tests.problems.random_tables import random_tables
 
 
 def drawn(seed: int) -> tuple[list[CostTables], list[OnDemand]]:
-    """Configurations, and the same on demand, each with some part of its lower bound known beforehand."""
+    """Configurations, and the same on demand, each with some part of its lower bound known in advance."""
     rng = np.random.default_rng(seed)
     tables = [random_tables(rng, max_plans=200) for _ in range(6)]
     return tables, [on_demand(each, rng.uniform(0.2, 1.0)) for each in tables]

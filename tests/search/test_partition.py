@@ -1,4 +1,4 @@
-"""The exact partition against exhaustive search."""
+"""Tests of the exact partition against exhaustive search."""
 
 from dataclasses import replace
 from typing import Any

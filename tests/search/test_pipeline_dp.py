@@ -1,4 +1,4 @@
-"""What of placed stages is kept."""
+"""Tests of which placed stages are kept."""
 
 import numpy as np
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Pipelines over unlike pools of devices: the search against trying everything, and its bound."""
+"""Tests of pipelines over heterogeneous device groups: the search against exhaustive search, and its bound."""
 
 from dataclasses import replace
 

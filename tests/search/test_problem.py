@@ -1,4 +1,4 @@
-"""Problem files: round trip, and a clear error for everything that can be wrong."""
+"""Tests of problem files: round trip, and a clear error for every mistake."""
 
 import json
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""What docs/how-to/problem-files.md shows is true: its example, its table of choices, its keys."""
+"""Tests that docs/how-to/problem-files.md is true: its example, its table of choices, its keys."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Why strategies are of no use: a dominated one is never missed, an illegal one has a reason."""
+"""Tests of reasons against strategies: dominated ones are never missed, illegal ones have a reason."""
 
 from dataclasses import replace
 

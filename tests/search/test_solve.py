@@ -1,4 +1,4 @@
-"""The search over configurations: ranking, reasons, proof, and laws."""
+"""Tests of the search over configurations: ranking, reasons, proof, and laws."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The decision tree: the design's counts, its rules, and its options."""
+"""Tests of the decision tree: the design's counts, its rules, and its options."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The frontier of time against memory, in all its steps and sampled."""
+"""Tests of the time-memory frontier, complete and sampled."""
 
 import numpy as np
 import pytest

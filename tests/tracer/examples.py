@@ -1,4 +1,4 @@
-"""Small models whose layers the tests of the tracer count by hand."""
+"""Small models whose layers the tracer tests count by hand."""
 
 from typing import Any
 

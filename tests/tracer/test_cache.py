@@ -1,4 +1,4 @@
-"""The cache of traces: no torch on the second call, and a damaged file costs time and nothing else."""
+"""Tests of the trace cache: no torch on the second call, and a damaged file only costs time."""
 
 import logging
 import subprocess
@@ -21,7 +21,7 @@ _kept: dict[str, Profile] = {}
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the tracer was asked for; equal questions get the trace of the first, under a later time."""
+    """Questions to the tracer; equal questions get the trace of the first, under a later time."""
     asked: list[str] = []
 
     def counted(chain: ModelChain, **arguments: Any) -> Profile:

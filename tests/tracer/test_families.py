@@ -1,4 +1,4 @@
-"""Traces of every family against closed forms: matrix products, parameters, and experts that a token does not take."""
+"""Tests of traces of every family against closed forms: matrix products, parameters, and unused experts."""
 
 from functools import cache
 

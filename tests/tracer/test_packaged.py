@@ -1,4 +1,4 @@
-"""Packaged traces: equal to fresh ones at lengths that were not packaged, and never used where they do not hold."""
+"""Tests of packaged traces: equal to fresh ones at other lengths, and never used where invalid."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ LLAMA = "llama3-8b"
 
 
 def check(name: str) -> str:
-    """Where the packaged trace of a model differs from a fresh one, at an odd length where any is packaged."""
+    """Differences of a model's packaged trace from a fresh one, at an odd length where any is packaged."""
     chain = load_model(name)
     span = max(spans_of(chain), key=len)
     for seq_len in (further_lengths(span)[0], 512, span.start):

@@ -1,4 +1,4 @@
-"""What the remat choices keep and repeat: closed forms, and PyTorch's own checkpoints as the referee."""
+"""Tests of what remat choices keep and repeat, against closed forms and PyTorch's own checkpoints."""
 
 from dataclasses import replace
 

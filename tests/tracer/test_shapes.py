@@ -1,4 +1,4 @@
-"""The shapes of products and attention that a trace keeps."""
+"""Tests of the shapes of products and attention in a trace."""
 
 import pytest
 

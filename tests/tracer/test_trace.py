@@ -1,4 +1,4 @@
-"""Traces against closed forms, the real module and a real layer on the CPU."""
+"""Tests of traces against closed forms, the real module and a real layer on the CPU."""
 
 from functools import cache
 

@@ -1,1 +1,1 @@
-"""What is trained: a model as a chain of layer types, read from a Hugging Face config."""
+"""Model to train: a chain of layer types, read from a Hugging Face config."""

@@ -1,11 +1,11 @@
-"""A model as a chain of layers: what is trained, without batch, devices or precision.
+"""Model as a chain of layers, independent of batch, devices and precision.
 
-The chain of a decoder-only model is the embedding, then the blocks in order, then the head (final norm, projection to
-the vocabulary, loss). Layer 0 is the embedding and the last layer is the head in every plan and table. An encoder and
-its decoder are one chain, one after the other; the decoder's embedding, in between, reads token ids of its own.
+The chain of a decoder-only model is the embedding, the blocks in order, and the head (final norm, projection to the
+vocabulary, loss). Layer 0 is the embedding and the last layer is the head in every plan and table. An encoder and its
+decoder form one chain: the encoder's layers, the decoder's embedding, which reads its own token ids, and its blocks.
 
-Layers of one type do the same work. Frozen ones do less, and so do those whose input needs no gradient: each is a layer
-type of its own (`frozen_chain`), which is traced and priced like any other.
+Layers of one type do the same work. Frozen layers, and layers whose input needs no gradient, do less work, so
+`frozen_chain` gives them separate layer types, which are traced and priced like any other.
 """
 
 from collections import Counter
@@ -27,31 +27,32 @@ _USUAL_TOKENS = 4096
 
 
 class ModelChange(Protocol):
-    """What a lever makes of a model, as a frozen value; its text says all of it."""
+    """Change that a lever makes to a model: a frozen value, completely described by its text."""
 
     name: ClassVar[str]
     adds_parameters: ClassVar[bool]
 
     def warning(self, chain: "ModelChain", /) -> str:
-        """A warning about a model that it has changed; empty where there is none."""
+        """Return a warning about a changed model; empty if there is none."""
 
 
 class FlowTensor(NamedTuple):
-    """A tensor that flows from layer to layer."""
+    """Tensor that flows from layer to layer."""
 
     shape: tuple[int, ...]
-    """For one sample."""
+    """Shape for one sample."""
     needs_gradient: bool
-    """Whether it depends on what is trained."""
+    """Whether it depends on trained parameters."""
     whole: str = ""
-    """The type of the whole numbers that it holds; empty for states."""
+    """Integer dtype if it holds integers; empty for states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChain(Layout):
-    """The layers of a model in order. ``config`` is the Hugging Face config as read, empty of a user's own module.
+    """Layers of a model in order.
 
-    ``config_hash`` identifies it, or the structure of the module.
+    ``config`` is the Hugging Face config as read; it is empty for a user's own module. ``config_hash`` identifies the
+    config, or the structure of the module.
     """
 
     name: str
@@ -59,13 +60,13 @@ class ModelChain(Layout):
     config: Mapping[str, Any]
     config_hash: str
     sizes: Mapping[str, int]
-    """The sizes that were read from the config, by key."""
+    """Sizes read from the config, by key."""
     split: Split
-    """How the model splits by its structure."""
+    """Split of the model, found from its structure."""
     freeze: Freeze | None = None
-    """What is not trained; made so by `frozen_chain`."""
+    """Frozen parts, set by `frozen_chain`; None if everything is trained."""
     changes: tuple[ModelChange, ...] = ()
-    """What levers make of the model of the config."""
+    """Changes that levers make to the model of the config."""
 
     def __str__(self) -> str:
         counts = Counter(self.type_of(layer).name for layer in range(self.num_layers))
@@ -73,71 +74,71 @@ class ModelChain(Layout):
 
     @property
     def summed(self) -> tuple[SharedWeight, ...]:
-        """Those that are trained, so that their gradients are summed."""
+        """Shared weights that are trained, so that their gradients are summed."""
         return tuple(each for each in self.shared if not self.freeze or not self.freeze.holds(*each.copies[0]))
 
     @property
     def sums_tied(self) -> bool:
-        """Whether the gradients of a matrix of embedding and head are summed."""
+        """Whether the gradients of a matrix tied between embedding and head are summed."""
         return self.tied_embeddings and self.shared[0] in self.summed
 
     @property
     def trains_routers(self) -> bool:
-        """Whether the auxiliary loss of routers is trained beside the main one."""
+        """Whether the routers' auxiliary loss is trained alongside the main loss."""
         return self.config.get(ROUTER_LOSS) is True
 
     @property
     def features(self) -> SplitFeatures | None:
-        """What the first layer reads, where samples hold it beside the token ids of a later one."""
+        """Input of the first layer, if samples hold it alongside the token ids of a later layer; otherwise None."""
         return self.split.features
 
     @property
     def has_experts(self) -> bool:
-        """Whether some layer has routed experts."""
+        """Whether any layer has routed experts."""
         return any(each.num_experts for each in self.layer_types)
 
     @property
     def has_adapters(self) -> bool:
-        """Whether levers add parameters, and leave all else untrained."""
+        """Whether levers add parameters and leave all others untrained."""
         return any(change.adds_parameters for change in self.changes)
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What makes it another job than to train all of the model of the config, in words."""
+        """Differences from training the whole unchanged model of the config, in words."""
         frozen = (f"freeze {self.freeze.of}",) if self.freeze else ()
         return (*(f"{change.name} {change}" for change in self.changes), *frozen)
 
     @property
     def unchanged(self) -> "ModelChain":
-        """The model of the config itself, as far as its modules go."""
+        """Model with the modules of the config itself, without changes by levers."""
         return replace(self, changes=())
 
     @property
     def num_layers(self) -> int:
-        """Layers of the chain, embedding and head included."""
+        """Number of layers of the chain, embedding and head included."""
         return len(self.layers)
 
     @property
     def num_streams(self) -> int:
-        """The most hidden states that flow between two layers of the chain."""
+        """Maximum number of hidden states that flow between two layers of the chain."""
         return max(layer_type.num_streams for layer_type in self.layer_types)
 
     def type_of(self, layer: int) -> LayerType:
-        """The layer type of one layer of the chain."""
+        """Return the layer type of a layer."""
         return self.layer_types[self.layers[layer]]
 
     def first_of_each_type(self, count: int) -> list[int]:
-        """The first layers of each type, so many where there are as many, in the order of the chain."""
+        """Return the first layers of each type in chain order, at most ``count`` per type."""
         return [layer for layer, number in enumerate(self.layers) if self.layers[:layer].count(number) < count]
 
     def hidden_shape(self, layer: int, seq_len: int) -> tuple[int, int]:
-        """Sequence length and width of what flows out of a layer, for samples of ``seq_len`` tokens."""
+        """Sequence length and width of a layer's output, for samples of ``seq_len`` tokens."""
         layer_type = self.type_of(layer)
         times, beside = layer_type.tokens
         return layer_type.hidden or (times * seq_len + beside, self.hidden_size)
 
     def state_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the hidden states that flow out of a layer, for one sample of ``seq_len`` tokens."""
+        """Shapes of the hidden states that flow out of a layer, for one sample of ``seq_len`` tokens."""
         fixed = self.split.fixed_shapes(layer)
         if fixed is not None:
             return fixed
@@ -145,24 +146,24 @@ class ModelChain(Layout):
         return (self.hidden_shape(layer, seq_len), *encoded)
 
     def _encoded_shape(self, seq_len: int) -> tuple[int, ...]:
-        """The shape of an encoder's output, for one sample."""
+        """Shape of an encoder's output, for one sample."""
         encoder = self.split.encoder
         return encoder.shape if encoder and encoder.shape else (seq_len, self.hidden_size)
 
     def flow(self, layer: int, seq_len: int = 1) -> tuple[FlowTensor, ...]:
-        """All that flows out of a layer: hidden states, and beside them what layers behind it read."""
+        """Return all tensors that flow out of a layer: hidden states, then the streams that later layers read."""
         return self._flow(layer, self.split.past(layer), seq_len)
 
     def flow_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of `flow`."""
+        """Shapes of the tensors of `flow`."""
         return tuple(each.shape for each in self.flow(layer, seq_len))
 
     def read(self, layer: int, seq_len: int = 1) -> tuple[FlowTensor, ...]:
-        """What a layer behind the first reads of all that flows into it."""
+        """Return the tensors that a layer after the first one reads, of all that flow into it."""
         return self._flow(layer - 1, self.split.read_by(layer), seq_len)
 
     def _flow(self, layer: int, streams: Iterable[int], seq_len: int) -> tuple[FlowTensor, ...]:
-        """The states that flow out of a layer, and these streams."""
+        """Return the states that flow out of a layer, and the given streams."""
         is_trained, fixed = self._is_trained_up_to(layer), self.split.fixed_shapes(layer)
         num_own = 1 if fixed is None else len(fixed)
         states = (
@@ -176,17 +177,20 @@ class ModelChain(Layout):
         )
 
     def has_backward(self, layer: int) -> bool:
-        """Whether a layer has a backward pass: not where neither it nor what it reads is trained."""
+        """Return whether a layer has a backward pass: whether it is trained or its input needs a gradient."""
         if self.freeze is None or not self.freeze.is_whole(layer):
             return True
         return layer > 0 and any(each.needs_gradient for each in self.read(layer))
 
     def _is_trained_up_to(self, layer: int) -> bool:
-        """Whether anything is trained of a layer and those before it."""
+        """Return whether anything in a layer or the layers before it is trained."""
         return self.freeze is None or not all(map(self.freeze.is_whole, range(layer + 1)))
 
     def _is_encoder_trained(self) -> bool:
-        """Whether an encoder's output depends on what is trained; yes where it is not known what makes it."""
+        """Return whether an encoder's output depends on trained parameters.
+
+        If the modules that make it are not known, any trained parameter of the decoder's embedding counts.
+        """
         split, freeze = self.split, self.freeze
         assert isinstance(split, ModelSplit), "a user's own module has no encoder"
         assert split.encoder is not None, "asked for a chain with one"
@@ -199,11 +203,11 @@ class ModelChain(Layout):
         return not all(freeze.holds(between, split.local_path(between, path)) for path in held)
 
     def num_made(self, layer: int, seq_len: int) -> int:
-        """Entries of what a layer makes, for one sample of ``seq_len`` tokens."""
+        """Number of entries that a layer makes, for one sample of ``seq_len`` tokens."""
         return self._num_states(layer, seq_len) + self._num_entries(self.split.made_by(layer), seq_len)
 
     def num_flowing(self, layer: int, seq_len: int) -> int:
-        """Entries of all that flows out of a layer, for one sample of ``seq_len`` tokens."""
+        """Number of entries of all tensors that flow out of a layer, for one sample of ``seq_len`` tokens."""
         return self._num_states(layer, seq_len) + self._num_entries(self.split.past(layer), seq_len)
 
     def _num_states(self, layer: int, seq_len: int) -> int:
@@ -211,20 +215,21 @@ class ModelChain(Layout):
         return prod(self.hidden_shape(layer, seq_len)) + encoded
 
     def most_in_states(self, seq_len: int) -> int:
-        """The most entries of the hidden states that flow between two layers, for one sample."""
+        """Maximum number of entries of the hidden states between two layers, for one sample."""
         longest = max(times * seq_len + beside for times, beside in (each.tokens for each in self.layer_types))
         fixed = max((prod(each.hidden) for each in self.layer_types if each.hidden and self.features), default=0)
         encoded = prod(self._encoded_shape(seq_len)) * (self.num_streams - 1)
         return max(longest * self.hidden_size + encoded, fixed)
 
     def most_past(self, seq_len: int) -> int:
-        """The most entries that flow between two layers beside hidden states, for one sample."""
+        """Maximum number of entries that flow between two layers in addition to hidden states, for one sample."""
         return max(self._num_entries(self.split.past(layer), seq_len) for layer in range(self.num_layers - 1))
 
     def num_read_behind(self, layers: Sequence[int], seq_len: int) -> Iterator[tuple[int, int]]:
-        """By place among these layers, entries of what those behind it read beside hidden states, each stream once.
+        """Yield for each of these layers its place and the entries of the streams that later ones of them read.
 
-        So is what flows past all of them counted. Its gradients wait until all of these layers have worked.
+        Each stream counts once. Streams that flow past all of these layers count too, because their gradients wait
+        until all of these layers have run.
         """
         split = self.split
         if not split.streams:
@@ -239,9 +244,9 @@ class ModelChain(Layout):
         return sum(self.split.streams[number].entries(seq_len) for number in streams)
 
     def window(self, layer_type: LayerType) -> int | None:
-        """The most tokens that a token of a block type attends to, its own among them; None for all before it.
+        """Maximum number of tokens that a token of a block type attends to, itself included; None without a window.
 
-        A model that was split by its structure, and whose config does not tell its blocks apart, slides in all of them.
+        If the layer types do not distinguish sliding from full attention, the window applies to all blocks.
         """
         window = self.config.get("sliding_window")
         if (
@@ -254,10 +259,10 @@ class ModelChain(Layout):
         return window if layer_type.attention in slides or not slides else None
 
     def attended_share(self, layer_type: LayerType, seq_len: int) -> float:
-        """The pairs of tokens of a sample that attention of a block type relates, over all pairs.
+        """Fraction of the token pairs of a sample that attention of a block type computes.
 
-        Half of them where a token sees those before it, fewer within a window, and all where it sees the others too; a
-        decoder's block does both, and sees all of the encoder's output.
+        1/2 for causal attention, less within a window, 1 for bidirectional attention. A decoder's block attends
+        causally to its own tokens, and to all of the encoder's output.
         """
         if not self.is_causal(layer_type):
             return 1.0
@@ -267,14 +272,17 @@ class ModelChain(Layout):
         return (causal + crossed) / (1 + crossed)
 
     def is_causal(self, layer_type: LayerType) -> bool:
-        """Whether a token of a block type attends to none behind it; a decoder's, but for the encoder's output."""
+        """Return whether a token of a block type attends to no later token.
+
+        True for a decoder's block, whose tokens also attend to all of the encoder's output.
+        """
         of_text = self.family.task is Task.IMAGE_TEXT and layer_type.hidden is None
         return of_text or self.family.task is Task.CAUSAL_LM or layer_type.num_streams > 1
 
     def attention_words(self, seq_len: int) -> str:
-        """How blocks attend to tokens: ``causal``, ``bidirectional``, ``sliding over 4096 tokens``, or several.
+        """Describe the attention of blocks: ``causal``, ``bidirectional``, ``sliding over 4096 tokens``, or several.
 
-        Empty for a user's own module, whose FLOP count as they are traced.
+        Empty for a user's own module, whose FLOPs are counted as traced.
         """
         if self.family.task is Task.OWN:
             return ""
@@ -292,7 +300,7 @@ class ModelChain(Layout):
         return " and ".join(dict.fromkeys(words))
 
     def warnings(self, seq_len: int) -> tuple[str, ...]:
-        """What is allowed with sequences of this length and should be known all the same."""
+        """Return warnings about the model and about sequences of this length, none of which prevents training."""
         of_changes = (change.warning(self) for change in self.changes)
         drops = ", ".join(self.split.layerdrop)
         runs_all = f"every block runs in every step: layerdrop ({drops}) is not carried out" if drops else ""
@@ -309,7 +317,7 @@ class ModelChain(Layout):
         )
 
     def left_out(self) -> str:
-        """What of the model its task leaves out, where the config has several parts; empty where that is nothing."""
+        """Describe the parts of the config's model that its task leaves out; empty if there are none."""
         task, config = self.family.task, self.config
         planned = f"what is planned and trained is {task.auto_class}"
         if task is Task.IMAGE_CLASSIFICATION and "text_config" in config:
@@ -328,7 +336,7 @@ class ModelChain(Layout):
         return ""
 
     def _unfused_attention(self, seq_len: int) -> str:
-        """That attention is in no kernel of its own; empty where it is, or where the config names no heads of it."""
+        """Return a warning that attention is not one fused kernel; empty if it is, or if the config has no heads."""
         has_heads = any("attention_heads" in key or key in ("n_head", "n_heads") for key in self.config)
         if self.family.fused_attention or not has_heads or not self.family.task.reads_text:
             return ""
@@ -339,9 +347,9 @@ class ModelChain(Layout):
         )
 
     def known_seq_len(self, given: int | None) -> int:
-        """The tokens of a sample: as given, else of the only length that the model reads.
+        """Number of tokens of a sample: the given one, or the only length that the model reads.
 
-        Raises `InvalidModelError` where nothing is given and it reads more than one.
+        Raises `InvalidModelError` if none is given and the model reads more than one length.
         """
         if given is not None:
             return given
@@ -355,7 +363,7 @@ class ModelChain(Layout):
         )
 
     def check_seq_len(self, seq_len: int) -> None:
-        """Raises `InvalidModelError` if the model cannot read sequences of this length."""
+        """Raise `InvalidModelError` if the model cannot read sequences of this length."""
         longest, places = self.max_seq_len, self.features.places if self.features else 0
         if not self.family.task.reads_text and seq_len != longest:
             what = "length of its sample" if self.family.task is Task.OWN else "patches of an image"
@@ -372,7 +380,7 @@ class ModelChain(Layout):
         raise InvalidModelError(field="seq_len", found=f"{seq_len} for {self.name}", expected=expected, hint=hint)
 
     def layer_name(self, layer: int) -> str:
-        """A name for messages: ``embedding``, ``block 3`` (counted from 0, anew after each embedding) or ``head``."""
+        """Name of a layer in messages: ``embedding``, ``block 3`` (from 0 after each embedding) or ``head``."""
         layer_type = self.type_of(layer)
         if layer_type.role is not LayerRole.BLOCK:
             return layer_type.plain_name
@@ -383,11 +391,14 @@ class ModelChain(Layout):
 
 
 _Trained = tuple[int, tuple[str, ...] | None, tuple[bool, ...]]
-"""A layer type, what of it is frozen, and for each tensor that it reads whether that needs a gradient."""
+"""Layer type, its frozen paths, and whether each tensor that it reads needs a gradient."""
 
 
 def frozen_chain(chain: ModelChain, freeze: Freeze | None) -> ModelChain:
-    """The chain with what is frozen; raises `InvalidModelError` for layers that it does not have."""
+    """Return the chain with parts frozen.
+
+    Raises `InvalidModelError` for layers that the chain does not have, or if nothing is left to train.
+    """
     if freeze is None:
         return chain
     for part in freeze.parts:
@@ -414,7 +425,7 @@ def frozen_chain(chain: ModelChain, freeze: Freeze | None) -> ModelChain:
 
 
 def nothing_left(name: str) -> InvalidModelError:
-    """The error where all that the loss depends on is frozen."""
+    """Return the error for freezing everything that the loss depends on."""
     return InvalidModelError(
         field="freeze",
         found=f"all of {name} that its loss depends on",

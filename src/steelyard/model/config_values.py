@@ -1,8 +1,7 @@
-"""Values of a config.json that no layout reads, but that the modules of transformers are made from.
+"""Checks of the values of a config.json that no layout reads, but that the modules of transformers are built from.
 
-What is wrong with one of them would show only while the model is built or traced, as an error of somebody else's. Keys
-that stand for the same in every family are checked here, before anything is built; a key that is not there is not
-missed.
+Without these checks, a wrong value would show only while the model is built or traced, as an error in foreign code.
+Keys that mean the same in every family are checked here, before anything is built. A key may be absent.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ ACTIVATIONS = (
     *("gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu"),
     *("relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu"),
 )
-"""Those of ``transformers.activations``."""
+"""Names of activation functions in ``transformers.activations``."""
 DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 _FLAGS = ("attention_bias", "mlp_bias", "norm_topk_prob", "qkv_bias", "use_cache", "use_parallel_residual")
 _NUMBERS = (
@@ -40,14 +39,14 @@ _SIZES = (
     *("vocab_size", "max_position_embeddings", *_EXPERTS),
 )
 _POSITIONS = ("max_position_embeddings", "n_positions")
-"""Sizes that some configs give as a fraction: Music Flamingo's are the base of its rotary embedding, 1200.0."""
+"""Sizes that some configs give as a float: in Music Flamingo's, 1200.0 is the base of its rotary embedding."""
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 ROUTER_LOSS = "output_router_logits"
-"""Where it is true, models of transformers add the auxiliary loss of their routers to what they are trained on."""
+"""Key that, if true, makes models of transformers add the auxiliary loss of their routers to the loss."""
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """Raises `InvalidModelError` naming the first key whose value no model can be made with."""
+    """Raise `InvalidModelError` naming the first key whose value no model can be built with."""
     for keys, is_right, expected in _RULES:
         for key in keys:
             if key in config and not is_right(config[key]):
@@ -75,7 +74,7 @@ def check_values(config: Mapping[str, Any]) -> None:
 
 
 def sizes_in(config: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes that a config gives, by key: what a model must have alike to be of this config."""
+    """Return the sizes in a config by key, which every model of this config has."""
     return {key: config[key] for key in _SIZES if _is_count(config.get(key))}
 
 

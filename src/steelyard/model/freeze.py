@@ -1,7 +1,7 @@
-"""What of a model is not trained, as data: it travels in the plan file.
+"""Frozen parts of a model, as data that travels in the plan file.
 
-A parameter that is frozen keeps its value: it has no gradient and no optimizer state. Layers before the first one that
-is trained have no backward pass; one behind it passes gradients on to what it reads.
+A frozen parameter keeps its value: it has no gradient and no optimizer state. Layers before the first trained layer
+have no backward pass; a frozen layer after it passes gradients on to its inputs.
 """
 
 from collections.abc import Sequence
@@ -20,45 +20,45 @@ class _Part(BaseModel):
 
 
 class FrozenLayers(_Part):
-    """Consecutive layers of the chain of which the same is frozen."""
+    """Consecutive layers of the chain with the same frozen parts."""
 
     layers: tuple[Place, Place]
-    """The first and the last, both included."""
+    """First and last layer, both included."""
     paths: tuple[str, ...] = ()
-    """Of what is frozen in each of them, modules or parameters by their path in the layer; empty where all of it is."""
+    """Paths in the layer of the frozen modules or parameters; empty if the whole layer is frozen."""
 
 
 class Freeze(_Part):
-    """What is frozen of a model."""
+    """Frozen parts of a model."""
 
     patterns: tuple[str, ...] = ()
-    """What it was asked for by, in words; empty where the module came so."""
+    """Patterns of the request; empty if the module itself came with frozen parameters."""
     num_params: Count | None = None
-    """Parameters; absent where they were not counted."""
+    """Number of frozen parameters; absent if they were not counted."""
     of_params: Count | None = None
-    """Parameters of the whole model."""
+    """Number of parameters of the whole model."""
     parts: tuple[FrozenLayers, ...] = Field(min_length=1)
 
     def paths(self, layer: int) -> tuple[str, ...] | None:
-        """What is frozen of a layer, as `FrozenLayers.paths` has it; None where that is nothing."""
+        """Return the frozen paths of a layer, as `FrozenLayers.paths`; None if nothing in it is frozen."""
         return next((each.paths for each in self.parts if each.layers[0] <= layer <= each.layers[1]), None)
 
     def holds(self, layer: int, path: str) -> bool:
-        """Whether a module or parameter at a path of a layer is frozen."""
+        """Return whether the module or parameter at a path of a layer is frozen."""
         paths = self.paths(layer)
         return paths is not None and (not paths or any(path == each or path.startswith(f"{each}.") for each in paths))
 
     def is_whole(self, layer: int) -> bool:
-        """Whether nothing of a layer is trained."""
+        """Return whether all of a layer is frozen."""
         return self.paths(layer) == ()
 
     @property
     def of(self) -> str:
-        """What is frozen, in the words that it was asked for by."""
+        """Description of what is frozen: the patterns of the request."""
         return " and ".join(self.patterns) or "what the module has without gradients"
 
     def of_layers(self, kept: Sequence[int]) -> "Freeze | None":
-        """The same of a model with some of the layers alone; None where nothing of them is frozen."""
+        """Return the frozen parts of a model with only some of the layers; None if nothing in them is frozen."""
         found = ((place, self.paths(layer)) for place, layer in enumerate(kept))
         parts = tuple(FrozenLayers(layers=(place, place), paths=paths) for place, paths in found if paths is not None)
         return Freeze(patterns=self.patterns, parts=parts) if parts else None

@@ -1,9 +1,9 @@
-"""A user's own module, as the planner must know it: what travels in the plan file where there is no config.
+"""Split of a user's own module: what the planner needs, and what the plan file carries in place of a config.
 
-It is found by running the module once without values (`steelyard.modules.own_split`, with torch). The embedding is
-all that the module does before its first block, the head all that it does after the last one, the loss included. What
-flows from layer to layer is whatever tensors that depend on parameters a later layer reads: a hidden state, and beside
-it what conditions it, or what a skip carries on.
+`steelyard.modules.own_split` finds the split by running the module once without values, with torch. The embedding is
+everything that the module does before its first block, and the head everything after the last block, including the
+loss. The tensors that flow from layer to layer are those that depend on parameters and that a later layer reads: a
+hidden state, and also conditioning or skip connections.
 """
 
 import hashlib
@@ -33,14 +33,14 @@ from steelyard.model.split import (
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Shape = tuple[Count, ...]
-"""The shape of a tensor of one sample: without the dim of samples, which is the first."""
+"""Shape of a tensor for one sample, without the leading dim of samples."""
 
 BUILDER = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
-"""How the function is named that builds a user's own module."""
+"""Reference to the function that builds a user's own module: ``FILE.py:FUNCTION``."""
 
 
 class OwnInput(SplitPart):
-    """A tensor of a sample, by its path in what is read."""
+    """Tensor of a sample, with its path in the sample."""
 
     path: str
     shape: Shape
@@ -49,29 +49,29 @@ class OwnInput(SplitPart):
 
 
 class OwnLayerType(SplitLayerType):
-    """One layer type: what it is given, what it makes of it, and what goes on."""
+    """Layer type: its inputs, its results, and the tensors that flow on."""
 
     no_tp: str = "what stands before and after the blocks of a module of one's own is not divided"
     no_sp: str = "that norms may see a part of the sequence is not known of a module of one's own"
     no_cp: str = "that every rank may compute its own tokens alone is not known of a module of one's own"
     fingerprint: str
-    """Of the structure of its modules; see `steelyard.modules.own_split`."""
+    """Fingerprint of the structure of its modules; see `steelyard.modules.own_split`."""
     reads: tuple[tuple[Place, Place], ...] = ()
-    """Of a block, for each argument that flows: its place among all arguments, and in what flows in."""
+    """Place of each argument that flows, among all arguments of the block and among the tensors that flow in."""
     returns: tuple[bool, ...] | None = None
-    """For each entry of the tuple that a block returns whether it is a tensor; None where it returns a tensor alone."""
+    """Whether each entry of the tuple that a block returns is a tensor; None if it returns a single tensor."""
     makes: tuple[Shape, ...] = ()
-    """The shapes of the tensors that a block returns."""
+    """Shapes of the tensors that a block returns."""
     goes_on: tuple[tuple[Literal["given", "made"], Place], ...] = ()
-    """For each tensor that flows out, whether it flowed in or was made here, and its place there."""
+    """Origin of each tensor that flows out: whether it flowed in or was made here, and its place there."""
     shapes: tuple[Shape, ...] = ()
-    """The shapes of what flows out."""
+    """Shapes of the tensors that flow out."""
     reads_samples: bool = True
-    """Whether it needs the samples themselves, and not only what flows."""
+    """Whether it needs the samples themselves in addition to the tensors that flow in."""
 
 
 class OwnSplit(SplitLayers):
-    """How a module splits into embedding, blocks and head."""
+    """Split of a module into embedding, blocks and head."""
 
     task: ClassVar[Task] = Task.OWN
     fused_attention: ClassVar[bool] = True
@@ -84,36 +84,36 @@ class OwnSplit(SplitLayers):
     holders: ClassVar[tuple[str, ...]] = ()
     multiple: ClassVar[int] = 1
     resting: ClassVar[tuple[str, ...]] = ()
-    """What models of transformers have besides: as in `ModelSplit`."""
+    """Fields of `ModelSplit` that only models of transformers have, as constants."""
     module: str
-    """The class of the module."""
+    """Class of the module."""
     num_params: Count
     has_loss: bool
-    """Whether samples are inputs and targets for a loss function; else the module returns its loss."""
+    """Whether samples are inputs and targets of a loss function; if not, the module returns its loss."""
     inputs: tuple[OwnInput, ...]
     seq_len: Annotated[int, Field(ge=1, lt=2**31)]
     """Length of the hidden state, in which plans count tokens."""
     blocks: tuple[str, ...]
-    """Their paths, in the order of calls."""
+    """Paths of the blocks, in the order of calls."""
     kinds: tuple[OwnLayerType, ...]
     layers: tuple[Place, ...]
-    """For each layer of the chain, embedding and head included, the number of its type."""
+    """Index of each layer's type in ``kinds``, embedding and head included."""
     embedding: tuple[str, ...]
     """Paths of the parameters that are used before the first block."""
     head: tuple[str, ...]
-    """Paths of those that are used after the last one."""
+    """Paths of the parameters that are used after the last block."""
     first_read: tuple[tuple[Place, Place], ...]
-    """For each tensor that flows out of the embedding the first block that reads it, and among which argument."""
+    """First reader of each tensor that flows out of the embedding: the block, and the place among its arguments."""
     last_made: tuple[tuple[Literal["given", "made"], Place, Place], ...]
-    """For each tensor that flows into the head: first given to a block, or made by it, and at which place there."""
+    """Origin of each tensor that flows into the head: given to a block or made by it, the block, its place there."""
     shared: tuple[tuple[tuple[Place, str], ...], ...] = ()
-    """Parameters that layers share: for each copy its layer, and its path in the layer."""
+    """Parameters that layers share, as (layer, path in the layer) of each copy."""
     shared_entries: Count = 0
-    """Entries of the largest of them."""
+    """Number of entries of the largest shared parameter."""
     no_bf16: str = ""
-    """Why its layers cannot compute on parameters in bf16; empty where they can."""
+    """Reason why its layers cannot compute with bf16 parameters; empty if they can."""
     side_bytes: tuple[Count, Count] = (0, 0)
-    """What blocks read beside what flows, in bytes: at all, and for each sample of a microbatch."""
+    """Bytes of the inputs of blocks that do not flow from layer to layer: constant, and per sample of a microbatch."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -142,39 +142,39 @@ class OwnSplit(SplitLayers):
 
     @property
     def model_type(self) -> str:
-        """The class of the module."""
+        """Class of the module."""
         return self.module
 
     @property
     def structure(self) -> str:
-        """Identity of the structure of the module, whatever it is planned with."""
+        """Hash of the structure of the module, independent of what it is planned with."""
         parts = [self.num_params, self.blocks, *(self.type_of(layer).fingerprint for layer in range(len(self.layers)))]
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the chain."""
+        """Number of blocks of the chain."""
         return len(self.blocks)
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of one sample as it is read."""
+        """Bytes of one input sample."""
         return sum(each.num_bytes for each in self.inputs)
 
     def type_of(self, layer: int) -> OwnLayerType:
-        """The type of a layer of the chain."""
+        """Return the type of a layer of the chain."""
         return self.kinds[self.layers[layer]]
 
     def modules(self, layer: int) -> Mapping[str, str]:
-        """The path of a block, or of the module itself, by its name in a layer."""
+        """Return the path of the layer's block, or of the module itself for the ends, by its name in the layer."""
         return {"block": self.blocks[layer - 1]} if 0 < layer <= self.num_blocks else {"model": ""}
 
     def fixed_shapes(self, layer: int) -> tuple[Shape, ...]:
-        """Shapes as `ModelSplit.fixed_shapes` has them."""
+        """Shapes for one sample of the tensors that flow out of a layer; see `ModelSplit.fixed_shapes`."""
         return self.type_of(layer).shapes
 
     def layout(self) -> Layout:
-        """The chain of layers."""
+        """Return the chain of layers."""
         widths = [-(-sum(prod(shape) for shape in layer_type.shapes) // self.seq_len) for layer_type in self.kinds]
         widest = max(1, *widths)
         return Layout(
@@ -194,7 +194,7 @@ class OwnSplit(SplitLayers):
 
 
 def _check_flow(field: str, layer_type: OwnLayerType, given: range) -> None:
-    """Whether a block reads of what flows in, and hands on what was given to it or what it made."""
+    """Check that a block reads tensors that flow in, and hands on tensors that it was given or made."""
     for _, place in layer_type.reads:
         check_place(f"{field}.reads", place, given, "the tensors that flow in")
     for how, place in layer_type.goes_on:
@@ -214,4 +214,4 @@ Split = Annotated[
     Annotated[ModelSplit, Tag(ModelSplit.__name__)] | Annotated[OwnSplit, Tag(OwnSplit.__name__)],
     Discriminator(_class_of),
 ]
-"""How a model splits: one of transformers, which its config builds, or a user's own module, which has none."""
+"""Split of a model: of transformers, built from a config, or a user's own module, which has no config."""

@@ -1,11 +1,14 @@
-"""Reads a model: a name from the packaged list, a path to a ``config.json``, or the config itself as a mapping.
+"""Load a model by packaged name, by the path of a ``config.json``, or from the config itself as a mapping.
 
-A packaged config holds the keys that shape a model, as published at its address on the Hugging Face hub; the parameters
-that follow are compared with the published numbers (tests/model/test_packaged_models.py). Splits come in the package
-for these models, found ahead, where transformers was at hand. They are kept by the hash of the config, and hold for the
-version of transformers that they were made with; where another one is installed they count as missing, as do those of
-an older way of splitting. So are the proved splits of the small models of their structures, by which other models of
-these need no proof. Some model types are refused by name, before anything is built, each with what to do instead.
+A packaged config holds the keys that shape a model, as published at its address on the Hugging Face hub. Tests compare
+the resulting parameter counts with the published ones (tests/model/test_packaged_models.py).
+
+The package also contains precomputed splits of these models, by the hash of the config. A split is valid for the
+version of transformers that it was made with; with another version, or an older `SPLIT_VERSION`, it counts as missing.
+The package also contains proved splits of the small models of the same structures, so that other models of these
+structures need no proof.
+
+Some model types are refused by name before anything is built, each with a hint on what to use instead.
 """
 
 import hashlib
@@ -39,18 +42,18 @@ NOT_PLANNED = {
     "reformer": "use led, or a causal model of long sequences with cp",
     "xlm": "use xlm-roberta",
 }
-"""Types that nobody trains, and whose blocks would need code of their own."""
+"""Model types that are refused, because nobody trains them and their blocks need special code; with hints."""
 PAIRS = {
     "clip": "CLIPForImageClassification",
     "clipseg": "",
     "metaclip_2": "MetaClip2ForImageClassification",
     "siglip": "SiglipForImageClassification",
 }
-"""Types of an image and its text, whose loss compares all pairs of a batch; the class of the image tower alone."""
+"""Model types whose loss compares all image-text pairs of a batch, with the class of the image tower alone."""
 
 
 def check_type(config: Mapping[str, Any]) -> None:
-    """Raises `InvalidModelError` for a config of a type that is not planned, or of pairs as a whole."""
+    """Raise `InvalidModelError` for a refused type, or for image-text pairs if the image tower is not named alone."""
     model_type, named = str(config.get("model_type")), config.get("architectures")
     if model_type in NOT_PLANNED:
         raise InvalidModelError(
@@ -70,13 +73,13 @@ def check_type(config: Mapping[str, Any]) -> None:
 
 
 def model_source(name: str) -> str:
-    """The address of a packaged model's config, or what else it was made from."""
+    """Return the address of a packaged model's config, or the other source that it was made from."""
     return _sources()[name]
 
 
 @cache
 def hub_names() -> dict[str, str]:
-    """The packaged name of each model by its id on the hub, written as there: ``Qwen/Qwen3-14B``."""
+    """Return packaged names of models by their hub ID, such as ``Qwen/Qwen3-14B``."""
     found = {name: _ON_THE_HUB.fullmatch(source) for name, source in _sources().items()}
     return {match[1]: name for name, match in found.items() if match}
 
@@ -91,9 +94,10 @@ _ON_THE_HUB = re.compile(r"https://huggingface\.co/([^/]+/[^/]+)/blob/main/confi
 
 
 def packaged_split(config_hash: str, *, must_hold: bool = True) -> ModelSplit | None:
-    """How the model of a config, or a small one, splits, where the package has it and it holds for what is installed.
+    """Return the packaged split of a model or small model, by the hash of its config; None if there is none.
 
-    ``must_hold`` is not asked where it is only shown.
+    With ``must_hold`` a split that is not valid for the installed versions counts as missing. Pass False if the split
+    is only shown.
     """
     content = _content(config_hash)
     if content is None:
@@ -103,7 +107,7 @@ def packaged_split(config_hash: str, *, must_hold: bool = True) -> ModelSplit | 
 
 
 def packaged_structure(config_hash: str) -> str:
-    """The identity of the small model of a packaged model's structure; empty where no split is packaged."""
+    """Return the identity of the small model of a packaged model's structure; empty if no split is packaged."""
     content = _content(config_hash)
     return content["structure"] if content else ""
 
@@ -115,16 +119,16 @@ def _content(config_hash: str) -> dict[str, Any] | None:
 
 @cache
 def model_names() -> tuple[str, ...]:
-    """Names of the packaged configs, sorted."""
+    """Return the names of the packaged configs, sorted."""
     folder = resources.files("steelyard.model") / "configs"
     return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
 
 
 def load_model(name_or_path: str | Path, *, image_size: tuple[int, int] | None = None) -> ModelChain:
-    """The chain of a packaged model, or of the config at a path (a file, or a folder that holds ``config.json``).
+    """Return the chain of a packaged model, or of the config at a path (a file, or a folder with ``config.json``).
 
-    ``image_size`` is the height and width of all images of a model that reads them in any size. Raises as
-    `chain_from_config`, and `InvalidModelError` if there is no such model, or if it reads no such images.
+    ``image_size`` is the height and width of all images, for a model that reads images of any size. Raises the errors
+    of `chain_from_config`, and `InvalidModelError` if there is no such model or it does not read images of this size.
     """
     name, config = load_config(name_or_path)
     if image_size is not None:
@@ -153,9 +157,10 @@ def load_model(name_or_path: str | Path, *, image_size: tuple[int, int] | None =
 
 
 def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
-    """The name and the config of a packaged model, or of the config at a path; raises `InvalidModelError`.
+    """Return the name and the config of a packaged model, or of the config at a path.
 
-    A packaged model may go by its id on the Hugging Face hub, which heeds no case, unless there is a path of that name.
+    You can also pass a packaged model's Hugging Face hub ID, in any case; an existing path of that name takes
+    precedence. Raises `InvalidModelError` if there is no such model or the file is not JSON.
     """
     text = str(name_or_path)
     path = Path(text)
@@ -187,7 +192,7 @@ _HUB_ID = re.compile(r"(?!\.)[\w.-]{1,96}/[\w.-]{1,96}(?<!\.json)")
 
 
 def _how_to_get(hub_id: str) -> str:
-    """How to give a model of the hub that is not packaged."""
+    """Return a hint on how to load a model of the hub that is not packaged."""
     similar = get_close_matches(hub_id, hub_names(), n=2, cutoff=0.7)
     packaged = f" (packaged is {' and '.join(similar)})" if similar else ""
     folder = hub_id.rpartition("/")[2]
@@ -199,15 +204,15 @@ def _how_to_get(hub_id: str) -> str:
 
 
 _SPLITS_ANY_MODEL = "steelyard.modules.any_model"
-"""Which stands on this module, so that it is imported where a model is read."""
+"""Module that splits any model. It imports this module, so it is imported only when a model is read."""
 
 
 def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit | None = None) -> ModelChain:
-    """The chain of a Hugging Face config: split as ``split`` says, or by its structure.
+    """Return the chain of a Hugging Face config, split by ``split`` or by the structure of its model.
 
-    A split that is not packaged is found and proved once, which takes torch and seconds, and kept where traces are.
-    Raises `InvalidModelError` naming the key that is missing or wrong, for a type that transformers does not know, and
-    for a model that does not split, and `NotInstalledError` where transformers is needed and not there.
+    A split that is not packaged is found and proved once, which needs torch and takes seconds, and is cached with the
+    traces. Raises `InvalidModelError` for a missing or wrong key (which it names), a type that transformers does not
+    know, or a model that cannot be split, and `NotInstalledError` if transformers is needed but not installed.
     """
     if not isinstance(config, Mapping):
         raise InvalidModelError(field="config", found=type(config).__name__, expected="a JSON object")
@@ -243,7 +248,7 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
 
 
 def planned_model(name: str, config: Mapping[str, Any] | None, split: Split | None) -> ModelChain:
-    """The chain of what a plan says of its model: a packaged one where it says its name alone."""
+    """Return the chain of a plan's model; without a config, the packaged model of that name."""
     if isinstance(split, OwnSplit):
         return _chain_of(split, name, {}, split.structure)
     return load_model(name) if config is None else chain_from_config(config, name=name, split=split)
@@ -280,9 +285,9 @@ def _unknown(model_type: str) -> InvalidModelError:
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """A short identity of a config: equal for equal content, whatever the order of its keys.
+    """Return a short hash of a config: equal for equal content, regardless of the order of keys.
 
-    Raises `InvalidModelError` if a value of the config has no form in JSON.
+    Raises `InvalidModelError` if a value of the config cannot be represented in JSON.
     """
     try:
         canonical = json.dumps(dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False)

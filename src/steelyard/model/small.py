@@ -1,4 +1,4 @@
-"""A config at small width: the same model type, blocks and switches, with sizes that any machine computes quickly."""
+"""Small configs: the same model type, blocks and switches, with sizes that any machine computes quickly."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -13,9 +13,9 @@ WIDTH_KEYS = (
     *("attention_hidden_size", "emb_dim"),
 )
 _TOWER_KEYS = ("audio_hidden_size", "pooler_output_size", "out_hidden_size")
-"""Widths that a config repeats: of a tower in another part, of what is pooled."""
+"""Widths that a config repeats: of a tower, given in another part, or of the pooled output."""
 _PROJECTED_KEYS = ("embedding_size", "word_embed_proj_dim")
-"""Widths of embeddings that are projected to the hidden state where they differ from it."""
+"""Widths of embeddings that are projected to the hidden state if they differ from it."""
 _HEAD_KEYS = (
     *("num_attention_heads", "n_head", "num_heads", "n_heads", "linear_num_value_heads", "linear_num_heads"),
     *("encoder_attention_heads", "decoder_attention_heads"),
@@ -41,14 +41,14 @@ _OF_WINDOWS = ("image_size", "patch_size", "window_size")
 _PATCH, _WINDOW = 2, 4
 _MERGED, _SECTIONS = "spatial_merge_size", "mrope_section"
 _PADDED_KEYS = ("attention_window", "block_size")
-"""Tokens to a multiple of which models pad their samples."""
+"""Config keys for the number of tokens to a multiple of which models pad their samples."""
 _EXPANSIONS = (
     ("expand", "num_heads", "head_dim"),
     ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
     ("mamba_expand", "mamba_num_heads", "mamba_head_dim"),
     ("mamba_expand", "n_mamba_heads", "mamba_headdim"),
 )
-"""Of state-space layers: how many times the width their heads take, the number of heads, and the width of one."""
+"""Config keys of state-space layers: inner width over hidden width, number of heads, width of a head."""
 _NAMES = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 _NUMBERS = {
     **{"initializer_range": 0.02, "layer_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5},
@@ -56,23 +56,23 @@ _NUMBERS = {
 }
 _FEW_MERGED = 3
 _JITTER_IS_A_THRESHOLD = ("phimoe",)
-"""Types whose routers compare with what others scale their noise by."""
+"""Model types whose routers use as a threshold the jitter that others scale their noise by."""
 _FIRST_AND_LAST = ("bos_token_id", "eos_token_id")
 TOKENS = 256
-"""Tokens of the vocabulary, and positions."""
+"""Number of tokens of the vocabulary, and of positions."""
 PADDED_TO = 2 * _HEAD_DIM
-"""Tokens to a multiple of which small models pad their samples, where others do."""
+"""Number of tokens to a multiple of which a small model pads its samples, if the full model pads."""
 
 
 def small_config(
     config: Mapping[str, Any], *, degree: int = 1, expert_degree: int = 1, widths: Collection[int] = ()
 ) -> dict[str, Any]:
-    """The config with small sizes in the place of those that it gives; all divisible by ``degree``,
-    and what each of so many ranks has of the experts by ``expert_degree``.
+    """Return the config with small sizes, all divisible by ``degree``.
 
-    Scalings of rotary positions are left out, since they are made for one width; a special token that the small
-    vocabulary lacks becomes its first, but for the one of padding, which becomes its last. Configs of a model's parts
-    are made small, too. Whatever other entry is one of ``widths`` becomes the small width.
+    The number of experts is divisible by ``degree * expert_degree``. Scalings of rotary positions are left out, because
+    they are made for one width. A special token outside the small vocabulary becomes its first token, and the padding
+    token its last. Configs of a model's parts are made small too. Any other entry whose value is in ``widths`` becomes
+    the small width.
     """
     given = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
     heads, tokens = multiple(_HEADS, 2 * degree), multiple(TOKENS, degree)
@@ -93,7 +93,7 @@ def small_config(
         "num_filters": 2,  # of the first of the convolutions of a tower, each of which has twice as many
     }
     found = {key: value for key, value in config.items() if not _is_made_for_a_width(key, value)}
-    found |= {key: value for key, value in sizes.items() if given.get(key)}  # what is of size 0 is not there
+    found |= {key: value for key, value in sizes.items() if given.get(key)}  # size 0 means absent
     by_stage = {key: config[key] for key in _HEAD_KEYS if isinstance(config.get(key), list)}
     found |= {key: [max(1, heads * each // stages[0]) for each in stages] for key, stages in by_stage.items()}
     found |= {key: [PADDED_TO] * len(config[key]) for key in _PADDED_KEYS if isinstance(config.get(key), list)}
@@ -128,13 +128,13 @@ def small_config(
 
 
 def with_entries(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with other entries, in its parts too."""
+    """Return the config with entries replaced, in its parts too."""
     parts = {key: with_entries(config[key], each) for key, each in entries.items() if isinstance(each, Mapping)}
     return {**config, **entries, **parts}
 
 
 def _few_patches(given: Mapping[str, int]) -> dict[str, int]:
-    """Images of as many windows of patches as those given, of few pixels, where both divide them."""
+    """Return sizes of small images with as many windows of patches, if patches and windows divide the image."""
     image, *sizes = (given.get(key, 0) for key in _OF_WINDOWS)
     if _MERGED in given or not all((image, *sizes)) or image % math.prod(sizes):
         return {}
@@ -142,7 +142,7 @@ def _few_patches(given: Mapping[str, int]) -> dict[str, int]:
 
 
 def _few_merged(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Images of few patches, of which squares are merged: of one and a half windows, where the patches have windows."""
+    """Return sizes of small images whose patches are merged in squares: 1.5 windows, if there are windows."""
     patch, merge, size = (config.get(key) for key in ("patch_size", _MERGED, "image_size"))
     if not (isinstance(patch, int) and merge and size):
         return {}
@@ -152,7 +152,7 @@ def _few_merged(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fewer_turned(rotary: Mapping[str, Any], given: Mapping[str, int]) -> dict[str, Any]:
-    """What a config says of rotary positions, with sections of a head that are as its small width."""
+    """Return the rotary entry of a config with the sections of a head scaled to the small head width."""
     heads = next((given[key] for key in _HEAD_KEYS if key in given), 1)
     before, of = given.get("head_dim") or given["hidden_size"] // heads, rotary[_SECTIONS]
     ends = [sum(of[: place + 1]) * _HEAD_DIM // before for place in range(len(of))]
@@ -160,37 +160,37 @@ def _fewer_turned(rotary: Mapping[str, Any], given: Mapping[str, int]) -> dict[s
 
 
 def patches_of(config: Mapping[str, Any]) -> int:
-    """The patches of a square image; 1 where a config does not say them."""
+    """Number of patches of a square image; 1 if the config does not give it."""
     image, patch = (config.get(key) for key in _OF_WINDOWS[:2])
     return (image // patch) ** 2 if isinstance(image, int) and isinstance(patch, int) else 1
 
 
 def without_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with nothing drawn at random, in its parts too: nothing dropped, and no noise in front of routers."""
+    """Return the config without randomness, in its parts too: no dropout, and no noise before routers."""
     words = ("drop",) if config.get("model_type") in _JITTER_IS_A_THRESHOLD else ("drop", "jitter")
     found = {key: without_dropout(value) if isinstance(value, Mapping) else value for key, value in config.items()}
     return found | {k: 0.0 for k, each in config.items() if isinstance(each, float) and any(w in k for w in words)}
 
 
 def structure_of(small: Mapping[str, Any]) -> dict[str, Any]:
-    """A small config without what changes numbers alone and no operation, so that models of one structure share it."""
+    """Return a small config without entries that change only numbers, so that models of one structure share it."""
     found = {
         key: structure_of(value) if isinstance(value, Mapping) else _NUMBERS.get(key, value)
         for key, value in small.items()
         if key not in _NAMES
     }
-    token = int(small.get("pad_token_id") == 0)  # some models attend to none that is padding
+    token = int(small.get("pad_token_id") == 0)  # some models mask padding in attention
     return found | {key: token for key, value in small.items() if key in _FIRST_AND_LAST and isinstance(value, int)}
 
 
 def widths_of(config: Mapping[str, Any]) -> set[int]:
-    """The widths of a model and its parts."""
+    """Return the widths of a model and its parts."""
     found = {value for key, value in config.items() if key in WIDTH_KEYS and isinstance(value, int)}
     return found.union(*(widths_of(value) for value in config.values() if isinstance(value, Mapping)))
 
 
 def heads_in(config: Mapping[str, Any]) -> dict[str, int]:
-    """The heads of a config, and those of keys and values, under the names of what tensor parallelism divides."""
+    """Return the numbers of attention and key-value heads, under the names of sizes that tp divides."""
     keys = {QUERY_HEADS: _HEAD_KEYS, KV_HEADS: _KV_KEYS}
     return {
         name: config[key] for name, each in keys.items() for key in reversed(each) if isinstance(config.get(key), int)
@@ -198,7 +198,7 @@ def heads_in(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def sizes_of(before: Mapping[str, Any], config: Mapping[str, Any]) -> dict[int, int]:
-    """What the widths and heads of one config are in another of the same keys, in parts too."""
+    """Map widths, head counts and head widths of one config to those of another with the same keys, in parts too."""
     found: dict[int, int] = {}
     for key, value in before.items():
         if isinstance(value, Mapping) and key in config:
@@ -209,18 +209,18 @@ def sizes_of(before: Mapping[str, Any], config: Mapping[str, Any]) -> dict[int, 
 
 
 def is_part(key: str, value: Mapping[str, Any]) -> bool:
-    """Whether an entry of a config is that of a part of the model: a tower, an encoder, or single layers."""
+    """Return whether a config entry describes a part of the model: a tower, an encoder, or single layers."""
     return key.endswith("_config") or "model_type" in value
 
 
 def _windows_in_ratio(layer: Mapping[str, Any], given: Mapping[str, int]) -> dict[str, int]:
-    """Of a layer the windows that are longer than the model's, as many times as long."""
+    """Return the small windows of a layer, in the same ratio to the model's window as in the full config."""
     both = (key for key in _WINDOW_KEYS if isinstance(layer.get(key), int) and given.get(key))
     return {key: _HEAD_DIM * max(1, layer[key] // given[key]) for key in both}
 
 
 def _heads_of(given: Mapping[str, int], key: str, heads: int) -> int:
-    """Key-value heads: as many as query heads where the model has as many, else half of them, or one."""
+    """Number of key-value heads: 1 if the model has 1, as many as query heads if it has as many, or half of them."""
     queries = max((given[each] for each in _HEAD_KEYS if each in given), default=0)
     if given[key] == 1:
         return 1
@@ -228,7 +228,7 @@ def _heads_of(given: Mapping[str, int], key: str, heads: int) -> int:
 
 
 def multiple(least: int, of: int) -> int:
-    """The least multiple of ``of`` that is no less."""
+    """Return the smallest multiple of ``of`` that is at least ``least``."""
     return -(-least // of) * of
 
 
@@ -238,6 +238,6 @@ def _is_made_for_a_width(key: str, value: object) -> bool:
 
 
 def _is_outside(key: str, value: object) -> bool:
-    """Whether a special token is not one of a small vocabulary; a list of them never is."""
+    """Return whether a special token is outside the small vocabulary; True for a list of tokens."""
     is_other = isinstance(value, list) or (isinstance(value, int) and value >= TOKENS)
     return key.endswith(("_token_id", "_token_index")) and is_other

@@ -1,9 +1,9 @@
-"""A model of transformers, split by its structure: what the planner must know of it, as data.
+"""Split of a model of transformers by its structure: the data that the planner needs.
 
-The split is found from the real modules (`steelyard.modules.splitting`, with torch), travels in the plan file beside
-the config, and is kept with the traces; so reading a plan or planning again needs no torch. Each number in it that
-stands for a layer type, a layer, or a place in what flows is checked as it is read. How layers run is not said here:
-the embedding and the head are the model's own forward pass, stubbed, and blocks are called as the model calls them
+`steelyard.modules.splitting` finds the split from the real modules, with torch. The split travels in the plan file
+alongside the config, and is cached with the traces, so reading a plan or planning again needs no torch. Numbers of
+layer types, layers and places are validated when a split is read. Splits do not describe how layers run: the embedding
+and the head are the model's own forward pass, stubbed, and blocks are called as the model calls them
 (`steelyard.modules.pieces`).
 """
 
@@ -21,23 +21,23 @@ from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, patches_of, s
 
 
 def outermost(paths: Iterable[str]) -> tuple[str, ...]:
-    """Of paths, each once, those that lie in no other of them."""
+    """Return the distinct paths that lie in no other of these paths."""
     distinct = list(dict.fromkeys(paths))
     return tuple(path for path in distinct if not any(is_below(path, other) for other in distinct if other != path))
 
 
 def is_below_any(path: str, outers: Iterable[str]) -> bool:
-    """Whether a path is one of others or lies in one of them."""
+    """Return whether a path is one of ``outers`` or lies in one of them."""
     return any(is_below(path, outer) for outer in outers)
 
 
 def is_below(path: str, outer: str) -> bool:
-    """Whether a path of a module is another one or lies in it."""
+    """Return whether a module path equals ``outer`` or lies in it."""
     return path.startswith(f"{outer}.") or path == outer
 
 
 Place = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
-"""A layer, a layer type, a block, an argument or a result; in the file alone, no more is known of it."""
+"""Index of a layer, layer type, block, argument or result. The file alone gives no tighter range."""
 Token = Annotated[int, Field(ge=0, lt=MOST_SIZE)]
 
 
@@ -48,18 +48,17 @@ def _permutation(order: tuple[int, ...]) -> tuple[int, ...]:
 
 
 Order = Annotated[tuple[Place, ...], AfterValidator(_permutation)]
-"""Dims of a tensor in another order."""
+"""Permutation of the dims of a tensor."""
 
 
 def check_place(field: str, place: int, known: range, of: str) -> None:
-    """Raises `InvalidModelError` where a number of a split is not among those known, which are ``of`` something."""
+    """Raise `InvalidModelError` if a number of a split is not in ``known``; ``of`` says in words what is known."""
     if place not in known:
         raise wrong_split(field, str(place), f"{known[0]} to {known[-1]}, {of}" if known else f"none: no {of}")
 
 
 def check_layers(field: str, layers: Sequence[int], roles: Sequence[LayerRole], num_embeddings: int) -> None:
-    """Raises `InvalidModelError` where layers are of layer types that are not there, or no chain from embedding to
-    head.
+    """Raise `InvalidModelError` if types are unknown or unused, or layers form no chain from embedding to head.
 
     The chain of an encoder and a decoder has two embeddings.
     """
@@ -76,27 +75,27 @@ def check_layers(field: str, layers: Sequence[int], roles: Sequence[LayerRole], 
 
 
 def wrong_split(field: str, found: str, expected: str) -> InvalidModelError:
-    """The error for a part of a split that contradicts another."""
+    """Return the error for a part of a split that contradicts another part."""
     return InvalidModelError(field=field, found=found, expected=expected, hint="plan again: the split was changed")
 
 
 TEXT_PART = "text_config"
-"""What the config of a model of several parts calls that of its text."""
+"""Key of the text part in the config of a model of several parts."""
 
 SPLIT_VERSION = 8
-"""Raised whenever models are split differently."""
+"""Version of the splitting algorithm. Bump when the algorithm changes."""
 
 Count = Annotated[int, Field(ge=1, lt=2**53)]
 
 
 class SplitPart(BaseModel):
-    """A part of a split; methods of splits of any model."""
+    """Base of the parts of a split."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class SplitLayerType(SplitPart):
-    """One layer type; see the fields of the same names of `LayerType`."""
+    """Layer type of a split; see `LayerType` for the fields of the same names."""
 
     name: str
     role: LayerRole
@@ -106,42 +105,42 @@ class SplitLayerType(SplitPart):
     no_sp: str = ""
     no_cp: str = ""
     unread_plan: str = ""
-    """Why tp is supposed from structure: styles of the model's own plan that are not read, or why it is not proved."""
+    """Reason why tp is inferred from structure: unread styles of the model's own plan, or why it is not proved."""
     num_experts: Annotated[int, Field(ge=0, lt=2**53)] = 0
     attention: str = "full_attention"
     styles: dict[str, str] = {}
-    """The style of the modules that tensor parallelism divides, by their path in the layer: as `Family.tp`."""
+    """Styles of the modules that tensor parallelism divides, by path in the layer, as in `Family.tp`."""
     tokens: tuple[Annotated[int, Field(ge=0, lt=2**53)], Annotated[int, Field(ge=0, lt=2**53)]] = (1, 0)
     shape: tuple[Count, ...] = ()
-    """Of one sample of what flows out, where that does not follow from the number of tokens."""
+    """Shape of the output for one sample, if it does not follow from the number of tokens."""
     returns_state: bool = False
-    """Whether blocks return the hidden state alone where others of their list return more."""
+    """Whether blocks return only the hidden state although others of their list return more."""
 
 
 _OF_LAYER_TYPE = tuple(each.name for each in fields(LayerType) if each.name in SplitLayerType.model_fields)
 
 
 def layer_type_of(layer_type: SplitLayerType, *, hidden: tuple[int, int] | None, num_streams: int = 1) -> LayerType:
-    """A layer type of the chain."""
+    """Return the layer type of the chain for a layer type of a split."""
     return LayerType(
         **{name: getattr(layer_type, name) for name in _OF_LAYER_TYPE}, hidden=hidden, num_streams=num_streams
     )
 
 
 def length_of(shape: tuple[int, ...]) -> int:
-    """The places of a hidden state [S, H] or [H, rows, columns]."""
+    """Number of positions of a hidden state [S, H] or [H, rows, columns]."""
     return shape[0] if len(shape) == 2 else prod(shape[1:])
 
 
 def width_of(shape: tuple[int, ...]) -> int:
-    """The entries at each place of a hidden state [S, H] or [H, rows, columns]."""
+    """Number of entries per position of a hidden state [S, H] or [H, rows, columns]."""
     return shape[-1] if len(shape) == 2 else shape[0]
 
 
 def _resized(shape: tuple[int, ...], width: int, before: int, patches: tuple[int, int]) -> tuple[int, ...]:
-    """The shape [S, H] or [H, rows, columns] where a model of the width ``before`` has another.
+    """Return a shape [S, H] or [H, rows, columns] of a model of width ``before``, scaled to ``width``.
 
-    [S, H] may have another number of patches, too: ``patches`` now and before.
+    For [S, H] the length is also scaled by the number of patches: ``patches`` now and before.
     """
     if len(shape) == 2:
         return shape[0] * patches[0] // patches[1], shape[1] * width // before
@@ -149,32 +148,32 @@ def _resized(shape: tuple[int, ...], width: int, before: int, patches: tuple[int
 
 
 class BlockCall(SplitPart):
-    """How the model calls its blocks: where the hidden state goes in, and where it comes out."""
+    """Calling convention of blocks: where the hidden state is passed in and returned."""
 
     argument: Place | str = 0
     """Place or name of the hidden state among the arguments."""
     result: Place | str | None = None
-    """Place or name of the hidden state in what is returned; None where it is all."""
+    """Place or name of the hidden state in the result; None if the result is the hidden state."""
     num_results: Place | None = None
-    """How many things are returned; None where it is the hidden state alone."""
+    """Number of returned values; None if only the hidden state is returned."""
     number: Place | str | None = None
-    """Place or name of the argument that counts the blocks from 0; None where there is none."""
+    """Place or name of the argument that counts the blocks from 0; None if there is none."""
     order: Order = ()
-    """The dims of the hidden state that are samples, tokens, and all others; empty where they stand in that order."""
+    """Dims of the hidden state in the order samples, tokens, all others; empty if they have that order."""
     inner: tuple[Count, ...] = ()
-    """The sizes of all others, where they are several."""
+    """Sizes of the other dims, if there are several."""
     places: Annotated[int, Field(ge=0, lt=2**53)] = 0
-    """The places of each sample where samples and places are one dim of the hidden state; else 0."""
+    """Positions per sample, if samples and positions are one dim of the hidden state; otherwise 0."""
     lone: bool = False
-    """Whether a dim of one stands before that."""
+    """Whether the hidden state has a leading dim of size 1."""
 
     def hidden(self, arguments: "BlockArguments") -> Tensor:
-        """The hidden state [B, S, H] among a block's arguments."""
+        """Return the hidden state [B, S, H] among a block's arguments."""
         places, names = arguments
         return self._flat(names[self.argument] if isinstance(self.argument, str) else places[self.argument])
 
     def with_hidden(self, arguments: "BlockArguments", hidden: Tensor | None) -> "BlockArguments":
-        """The arguments with another hidden state [B, S, H]."""
+        """Return the arguments with another hidden state [B, S, H]."""
         places, names = arguments
         hidden = hidden if hidden is None else self._ordered(hidden)
         if isinstance(self.argument, str):
@@ -195,28 +194,28 @@ class BlockCall(SplitPart):
         return hidden.unsqueeze(0) if self.lone else hidden
 
     def with_number(self, arguments: "BlockArguments", block: int) -> "BlockArguments":
-        """The arguments as they are for another block of the layer type."""
+        """Return the arguments with the number of another block of the layer type."""
         return arguments if self.number is None else BlockCall(argument=self.number).with_hidden(arguments, block)
 
     def returned(self, hidden: Tensor) -> Any:
-        """The hidden state in the form in which blocks return it."""
+        """Return the hidden state in the form in which blocks return it."""
         hidden = self._ordered(hidden)
         if isinstance(self.result, str):
             return {self.result: hidden}
         return hidden if self.result is None else _with((None,) * (self.num_results or 1), self.result, hidden)
 
     def result_of(self, outputs: Any) -> Tensor:
-        """The hidden state [B, S, H] in what a block returns."""
+        """Return the hidden state [B, S, H] in a block's result."""
         return self._flat(self.state_in(outputs))
 
     def state_in(self, outputs: Any) -> Tensor:
-        """The hidden state as a block returns it, alone or among more."""
+        """Return the hidden state in a block's result, as the block returns it."""
         is_alone = self.result is None or not isinstance(outputs, tuple | list | dict)
         return outputs if is_alone else outputs[self.result]
 
 
 BlockArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""What a block is given, by place and by name."""
+"""Arguments of a block, positional and by name."""
 
 
 def _with(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
@@ -224,46 +223,46 @@ def _with(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
 
 
 class SplitEncoder(SplitPart):
-    """Of a model of two lists of blocks the first: an encoder that the decoder's blocks read, or a tower for images."""
+    """First of two lists of blocks: an encoder that the decoder's blocks read, or an image tower."""
 
     blocks: str
     """Path of the list of the encoder's blocks."""
     call: BlockCall
     between: tuple[str, ...]
-    """Paths of the modules called behind those and before the decoder's: its embedding, and the encoder's last norm."""
+    """Paths of the modules between these blocks and the decoder's: the decoder's embedding, the encoder's last norm."""
     encoded: Place | str | None = None
-    """Place or name of the encoder's output among the arguments of the decoder's blocks; None where they read none."""
+    """Place or name of the encoder's output among the arguments of the decoder's blocks; None if they read none."""
     order: Order = ()
-    """The order of its dims: as `BlockCall.order`."""
+    """Order of the dims of the encoder's output, as in `BlockCall.order`."""
     shape: tuple[Count, ...] = ()
-    """Of one sample of that output, where it does not follow from the number of tokens."""
+    """Shape of the encoder's output for one sample, if it does not follow from the number of tokens."""
     between_calls: tuple[tuple[str, ...], tuple[str, ...]] | None = None
-    """As `ModelSplit.embedding_calls`: what makes the decoder's first hidden state of its token ids, and the encoder's
-    output of what its last block returns; None where more is done than that."""
+    """Calls, as in `ModelSplit.embedding_calls`, that make the decoder's first hidden state from its token ids, and the
+    encoder's output from the result of its last block; None if more than such calls is done."""
 
     @property
     def reads(self) -> BlockCall:
-        """Where the decoder's blocks are given the encoder's output."""
+        """Place of the encoder's output among the arguments of the decoder's blocks."""
         assert self.encoded is not None
         return BlockCall(argument=self.encoded, order=self.order)
 
 
 class SplitFeatures(SplitPart):
-    """Of a model whose samples hold more than token ids: what the first layer reads."""
+    """Input of the first layer of a model whose samples hold more than token ids."""
 
     name: str
-    """What the model calls it."""
+    """Name of the input in the model."""
     shape: tuple[Count, ...]
-    """Of one sample."""
+    """Shape for one sample."""
     token: Token | None = None
-    """The token in whose places the first blocks' output stands among the token ids; None where it does not."""
+    """Placeholder token that the first blocks' output replaces among the token ids; None if there is none."""
     places: Annotated[int, Field(ge=0, lt=2**53)] = 0
-    """The first tokens of a sample, so many, are that one."""
+    """Number of leading tokens of a sample that are the placeholder token."""
     grid: tuple[Count, Count, Count] | None = None
-    """Frames, rows and columns of the patches of an image, which the model takes as one list of all samples'."""
+    """Frames, rows and columns of an image's patches, if the model reads the patches of all samples as one list."""
 
     def words(self, seq_len: int) -> str:
-        """What a sample holds."""
+        """Describe the contents of a sample."""
         read = f"a sample: {self.name} of {' × '.join(map(str, self.shape))}"
         read += f" ({' × '.join(map(str, self.grid[1:]))} patches)" if self.grid else ""
         if self.token is None:
@@ -272,60 +271,60 @@ class SplitFeatures(SplitPart):
 
 
 class SplitStream(SplitPart):
-    """What depends on parameters and flows past the hidden state to the blocks that read it."""
+    """Cross-layer input: a tensor that flows past blocks alongside the hidden state to the blocks that read it."""
 
     argument: Place | str
-    """Its place or name among the arguments of those blocks."""
+    """Place or name among the arguments of the blocks that read it."""
     entry: tuple[str, Place] | None = None
-    """Where that is a mapping of tuples: its key and its place there."""
+    """Key and place in the argument, if that is a mapping of tuples."""
     result: Place | None = None
-    """Its place in what the block returns that makes it; None of its hidden state, and of what is in a mapping."""
+    """Place in the result of the block that makes it; None if it is the hidden state or lies in a mapping."""
     maker: Place = 0
-    """The layer that makes it: the embedding, or a block."""
+    """Layer that makes it: the embedding, or a block."""
     readers: tuple[Place, ...]
-    """The layers that read it."""
+    """Layers that read it."""
     shape: tuple[Annotated[int, Field(gt=-(2**53), lt=2**53)], ...]
-    """Of one sample; 0 stands for its tokens, and -n for n more than these."""
+    """Shape for one sample; 0 stands for its number of tokens, and -n for n more than that."""
     most: tuple[Annotated[int, Field(ge=0, lt=2**53)], ...] = ()
-    """For each of these sizes what it never exceeds, 0 where there is no such number; empty where there is none."""
+    """Upper limit of each of these sizes, 0 for no limit; empty if no size has a limit."""
     whole: str = ""
-    """The type of the whole numbers that it holds, which have no gradient; empty where it is a state."""
+    """Integer dtype if it holds integers, which have no gradient; empty for states."""
 
     @property
     def reads(self) -> BlockCall:
-        """Where those blocks are given it, or the mapping."""
+        """Place of the stream, or of its mapping, among the arguments of the blocks that read it."""
         return BlockCall(argument=self.argument)
 
     def made(self, names: Mapping[str, Any], outputs: Any, hidden: Tensor | None = None) -> Tensor:
-        """The stream among what the block that makes it was given by name, and what it returned: its hidden state."""
+        """Return the stream from the named arguments, the outputs or the hidden state of the block that makes it."""
         if self.entry is None:
             return hidden if self.result is None else outputs[self.result]
         key, place = self.entry
         return names[str(self.argument)][key][place]
 
     def of_tokens(self, seq_len: int) -> tuple[int, ...]:
-        """The shape for a sample of so many tokens."""
+        """Shape for a sample of ``seq_len`` tokens."""
         sizes = (size if size > 0 else seq_len - size for size in self.shape)
         most = self.most or (0,) * len(self.shape)
         return tuple(min(size, limit or size) for size, limit in zip(sizes, most, strict=True))
 
     def entries(self, seq_len: int) -> int:
-        """The entries of a state that take as much memory, in bf16."""
+        """Number of bf16 entries of the same total size."""
         width = {"": 1, "int32": 2}.get(self.whole, 4)
         return width * prod(self.of_tokens(seq_len))
 
     def of_layers(self, kept: Sequence[int]) -> "SplitStream":
-        """The same where some layers are kept, the one that makes it among them."""
+        """Return the stream in a model with only the kept layers, which include the layer that makes it."""
         readers = tuple(kept.index(layer) for layer in self.readers if layer in kept)
         return self.model_copy(update={"maker": kept.index(self.maker), "readers": readers})
 
     def resized(self, sizes: Mapping[int, int]) -> "SplitStream":
-        """The same with other sizes in the place of those that are there."""
+        """Return the stream with sizes replaced: ``sizes`` maps old sizes to new ones."""
         return self.model_copy(update={"shape": tuple(sizes.get(size, size) for size in self.shape)})
 
 
 class SplitLayers(SplitPart):
-    """Questions that every split answers, of a model of transformers and of a user's own module."""
+    """Queries on the split of any model, of transformers or a user's own module."""
 
     if TYPE_CHECKING:
 
@@ -335,82 +334,83 @@ class SplitLayers(SplitPart):
         def modules(self, layer: int) -> Mapping[str, str]: ...  # noqa: D102
 
     def read_by(self, layer: int) -> tuple[int, ...]:
-        """The streams, by their number, that a layer reads."""
+        """Return the numbers of the streams that a layer reads."""
         return tuple(number for number, each in enumerate(self.streams) if layer in each.readers)
 
     def made_by(self, layer: int) -> tuple[int, ...]:
-        """The streams that a layer makes."""
+        """Return the numbers of the streams that a layer makes."""
         return tuple(number for number, each in enumerate(self.streams) if layer == each.maker)
 
     def past(self, layer: int) -> tuple[int, ...]:
-        """The streams that flow out of a layer beside its hidden state: those that layers behind it read."""
+        """Return the numbers of the streams that flow out of a layer, because later layers read them."""
         return tuple(n for n, each in enumerate(self.streams) if each.maker <= layer < max(each.readers))
 
     def model_path(self, layer: int, path: str) -> str:
-        """The path in the model of what has this path in a layer."""
+        """Return the path in the model for a path in a layer."""
         name, dot, rest = path.partition(".")
         return (self.modules(layer)[name] + dot + rest).removeprefix(".")
 
 
 class ModelSplit(SplitLayers):
-    """The split of one model of transformers into a chain: embedding, blocks, head.
+    """Split of a model of transformers into a chain: embedding, blocks, head.
 
-    With an encoder: its embedding and blocks, the decoder's embedding, of the role of embeddings too, and its blocks.
+    With an encoder, its embedding and blocks come first, then the decoder's embedding, whose role is also embedding,
+    and the decoder's blocks.
     """
 
     module: ClassVar[str] = ""
     no_bf16: ClassVar[str] = ""
-    """What only a user's own module has: as in `steelyard.model.own.OwnSplit`."""
+    """Fields of `steelyard.model.own.OwnSplit` that only a user's own module has, as constants."""
     model_type: str
     task: Task
     text_alone: str = ""
-    """Why it is the model of a config's `TEXT_PART` alone: what the class of the whole lacks; else empty."""
+    """Reason why only the model of the config's `TEXT_PART` is planned: what the whole class lacks; else empty."""
     embedding: tuple[str, ...]
     """Paths in the model of the modules that hold the embedding's parameters."""
     blocks: str
     """Path of the list of blocks."""
     called: tuple[Place, ...] = ()
-    """The places in that list of the blocks that are called; empty where all are."""
+    """Places in that list of the blocks that are called; empty if all are."""
     head: tuple[str, ...]
     """Paths of the modules that hold the head's parameters."""
     holders: tuple[str, ...] = ()
-    """Of these the modules that hold blocks, too: of them the parameters alone that are their own."""
+    """Paths among ``embedding`` and ``head`` of modules that also hold blocks; only their direct parameters count."""
     kinds: tuple[SplitLayerType, ...]
     layers: tuple[Place, ...]
-    """For each layer of the chain, embedding and head included, the number of its type."""
+    """Index of each layer's type in ``kinds``, embedding and head included."""
     call: BlockCall
     embedding_calls: tuple[str, ...] = ()
-    """Paths of the modules that, called one after another, make the first hidden state of token ids, and operations
-    between them (`steelyard.modules.called`); empty where more is done than that."""
+    """Paths of modules, and operations between them (`steelyard.modules.called`), that called in order make the first
+    hidden state from token ids; empty if more than such calls is done."""
     head_calls: tuple[str, ...] = ()
-    """The same of what makes logits of what the last block returns."""
+    """Calls, as in ``embedding_calls``, that make logits from the result of the last block."""
     head_sees_shape: bool = False
-    """Whether what follows the blocks depends on the shape of the token ids, and not on the hidden state alone."""
+    """Whether the computation after the blocks depends on the shape of the token ids, not only on the hidden state."""
     sides_by_sample: bool = False
-    """Whether what blocks are given beside the hidden state is wanted once for every sample of a microbatch."""
+    """Whether the other inputs of blocks, besides the hidden state, are needed once per sample of a microbatch."""
     asks_for_values: bool = False
-    """Whether the model asks for values (how many tokens an expert has), which tensors without values do not have."""
+    """Whether the model reads values (such as the token count of an expert), which tensors without values lack."""
     typed_buffers: tuple[str, ...] = ()
-    """Buffers of blocks, by their path in the layer, that must be of the type of what flows."""
+    """Buffers of blocks, by path in the layer, that must have the dtype of the activations."""
     hidden_size: Count
     vocab_size: Count
     max_seq_len: Count
     multiple: Count = 1
-    """What divides the length of every sequence, to a multiple of which the model would pad it."""
+    """Required divisor of every sequence length, because the model would pad sequences to a multiple of it."""
     learned_positions: bool
     rotary_size: Annotated[int, Field(ge=0, lt=2**53)]
     rotary_by_attention: bool
     fused_attention: bool
     image: tuple[Count, Count, Count] | None = None
-    """Channels, height and width of what the model reads; None where it reads token ids."""
+    """Channels, height and width of the input image; None if the model reads token ids."""
     features: SplitFeatures | None = None
-    """What the first layer reads, where the decoder's embedding reads the token ids of a sample."""
+    """Input of the first layer, if the decoder's embedding reads the token ids of a sample."""
     resting: tuple[str, ...] = ()
-    """Paths of what no sample trains, where token ids are read beside features: frozen, or read by nothing."""
+    """Paths of modules that no sample trains, in models with ``features``: frozen, or not used by the logits."""
     layerdrop: tuple[str, ...] = ()
-    """Stacks that leave blocks out at random as they train in transformers: ``model.encoder: 0.05``."""
+    """Stacks that skip blocks at random when they are trained in transformers: ``model.encoder: 0.05``."""
     shared: tuple[tuple[tuple[Place, str], ...], ...] = ()
-    """Parameters that embeddings and the head share: for each copy its layer, and its path in the model."""
+    """Parameters that several layers hold, as (layer, path in the model) of each copy."""
     encoder: SplitEncoder | None = None
     streams: tuple[SplitStream, ...] = ()
 
@@ -442,72 +442,72 @@ class ModelSplit(SplitLayers):
 
     @property
     def between(self) -> int:
-        """The layer of the decoder's embedding; 0 where there is no encoder."""
+        """Layer of the decoder's embedding; 0 without an encoder."""
         embeddings = (place for place in range(len(self.layers)) if self.type_of(place).role is LayerRole.EMBEDDING)
         return next(filter(None, embeddings), 0)
 
     def type_of(self, layer: int) -> SplitLayerType:
-        """The type of a layer."""
+        """Return the type of a layer."""
         return self.kinds[self.layers[layer]]
 
     def _is_of_ends(self, copies: tuple[tuple[int, str], ...]) -> bool:
-        """Whether embeddings or the head, and not blocks, share a parameter."""
+        """Return whether an embedding or the head holds a copy of a shared parameter."""
         return any(self.kinds[self.layers[layer]].role is not LayerRole.BLOCK for layer, _ in copies)
 
     def of_encoder(self, layer: int) -> SplitEncoder | None:
-        """The encoder, if the layer is one of its blocks."""
+        """Return the encoder if the layer is one of its blocks."""
         return self.encoder if 0 < layer < self.between else None
 
     def list_of(self, layer: int) -> str:
-        """The path of the list in which a block lies."""
+        """Return the path of the list that contains a block."""
         return (self.of_encoder(layer) or self).blocks
 
     def call_of(self, layer: int) -> BlockCall:
-        """How a block is called."""
+        """Return the calling convention of a block."""
         call = (self.of_encoder(layer) or self).call
         returns_state = self.kinds[self.layers[layer]].returns_state
         return call.model_copy(update={"result": None, "num_results": None}) if returns_state else call
 
     def block_layers(self, path: str) -> list[int]:
-        """The layers of the blocks of a list."""
+        """Return the layers of the blocks of a list."""
         of_encoder = self.encoder is not None and path == self.encoder.blocks
         return list(range(1, self.between) if of_encoder else range(self.between + 1, len(self.layers) - 1))
 
     @property
     def lists(self) -> tuple[str, ...]:
-        """The paths of the lists of blocks, in the order of the chain."""
+        """Paths of the lists of blocks, in the order of the chain."""
         return (self.encoder.blocks, self.blocks) if self.encoder else (self.blocks,)
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths of all that lies in layers."""
+        """Paths of all modules that layers are made of."""
         between = self.encoder.between if self.encoder else ()
         return (*self.embedding, *between, *self.head, *self.lists)
 
     def num_streams(self, layer: int) -> int:
-        """The hidden states that flow out of a layer: the encoder's output goes along with the decoder's."""
+        """Number of hidden states that flow out of a layer: 2 if the encoder's output goes along with the decoder's."""
         return 2 if self._is_encoded and self.between <= layer < len(self.layers) - 1 else 1
 
     @property
     def _is_encoded(self) -> bool:
-        """Whether blocks behind an encoder read its output."""
+        """Whether the blocks after an encoder read its output."""
         return self.encoder is not None and self.encoder.encoded is not None
 
     def reads_encoded(self, layer: int) -> SplitEncoder | None:
-        """The encoder, if the layer is a block that reads its output."""
+        """Return the encoder if the layer comes after it and its blocks read the encoder's output."""
         encoder = self.encoder if layer > self.between else None
         return encoder if encoder and encoder.encoded is not None else None
 
     def fixed_shapes(self, layer: int) -> tuple[tuple[int, ...], ...] | None:
-        """The shapes of one sample of the states that flow out of a layer; None where they follow from its tokens."""
+        """Shapes for one sample of the states that flow out of a layer; None if they follow from its tokens."""
         shape = self.type_of(layer).shape
         return (shape,) if shape else None
 
     def places(self, layer: int, before: int) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-        """The places of what a layer reads in what flows out of the layer ``before``, and of what flows on.
+        """Return the places of a layer's inputs in the output of the layer ``before``, and the places of what flows on.
 
-        What it makes itself beside its hidden state stands behind that. None where it reads all: a decoder behind an
-        encoder whose blocks hand on more than one state.
+        Streams that the layer itself makes are numbered after those of that output. The first result is None if the
+        layer reads everything: a decoder after an encoder, whose blocks hand on more than one state.
         """
         if self._is_encoded and layer >= self.between:
             return None, ()
@@ -516,7 +516,7 @@ class ModelSplit(SplitLayers):
         return (0, *(1 + known.index(number) for number in read)), tuple(1 + known.index(number) for number in past)
 
     def with_layers(self, kept: Sequence[int]) -> "ModelSplit":
-        """The same split with some layers alone, the ends among them."""
+        """Return the split with only the kept layers, which include the ends."""
         layer_types, blocks = sorted({self.layers[layer] for layer in kept}), self.block_layers(self.blocks)
         found = self.model_copy(
             update={
@@ -541,9 +541,9 @@ class ModelSplit(SplitLayers):
         )
 
     def resized(self, before: Mapping[str, Any], config: Mapping[str, Any], divisor: int) -> "ModelSplit":
-        """The same split at the sizes of another config than that ``before``, all of which ``divisor`` divides.
+        """Return the split at the sizes of another config than ``before``; ``divisor`` divides all of its sizes.
 
-        What no config says stays: the classes of images, and widths that are given stage by stage.
+        Sizes that no config gives do not change: the number of image classes, and widths that are given per stage.
         """
         width = next((config[key] for key in WIDTH_KEYS if key in config), self.hidden_size)
         heads, patches = heads_in(config), (patches_of(config), patches_of(before))
@@ -577,7 +577,7 @@ class ModelSplit(SplitLayers):
         return self.model_copy(update=sizes)
 
     def layout(self) -> Layout:
-        """The chain of layers."""
+        """Return the chain of layers."""
         return Layout(
             layer_types=tuple(
                 layer_type_of(
@@ -602,7 +602,7 @@ class ModelSplit(SplitLayers):
         )
 
     def modules(self, layer: int) -> Mapping[str, str]:
-        """The path in the model of each module of a layer, by the name that it has in the layer."""
+        """Return the path in the model of each module of a layer, by its name in the layer."""
         between = self.encoder.between if self.encoder else ()
         ends = {self.between: between, 0: self.embedding, len(self.layers) - 1: self.head}
         if layer in ends:
@@ -610,12 +610,12 @@ class ModelSplit(SplitLayers):
         return {"block": f"{self.list_of(layer)}.{self.place_of(layer)}"}
 
     def place_of(self, layer: int) -> int:
-        """The place of a block in its list."""
+        """Return the place of a block in its list."""
         number = layer - 1 - (0 if self.of_encoder(layer) else self.between)
         return self.called[number] if self.called and not self.of_encoder(layer) else number
 
     def local_path(self, layer: int, path: str) -> str:
-        """The path in a layer of what has this path in the model."""
+        """Return the path in a layer for a path in the model."""
         for name, module in self.modules(layer).items():
             if path == module or path.startswith(f"{module}."):
                 return name + path.removeprefix(module)
@@ -623,5 +623,5 @@ class ModelSplit(SplitLayers):
 
 
 def local_name(path: str) -> str:
-    """The name in its layer of the module at a path of the model."""
+    """Return the name in its layer of the module at a path of the model."""
     return path.replace(".", "__")

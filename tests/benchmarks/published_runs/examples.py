@@ -1,4 +1,4 @@
-"""Published runs for the tests: a sample of the table, and rows made up from one of it."""
+"""Published runs for the tests: a sample of the table, and rows derived from one of its rows."""
 
 from functools import cache
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The page of accuracy: figures by class against small cases, others' estimators without a network, and its form."""
+"""Tests of the accuracy page: figures by class on small cases, other estimators without a network, and format."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Jobs whose rows contradict each other and tables that were computed, found by what is measured alone."""
+"""Tests that contradictory jobs and computed tables are found from measurements alone."""
 
 from dataclasses import replace
 
@@ -77,7 +77,7 @@ def test_regret_is_told_with_and_without_jobs_that_contradict_themselves() -> No
 
 
 def test_nothing_is_set_apart_for_a_wrong_prediction() -> None:
-    """What decides is what was measured: a plan that is ranked first and slow stays."""
+    """Measurements decide: a plan that is ranked first and slow stays."""
     wrong = [replace(each, step_time_s=0.1) if each.run.id == "made-19" else each for each in job()]
     found = regret_evidence(wrong)
     assert (found.contradictions, found.computed, regret_targets(found)) == ((), {}, ())
@@ -85,7 +85,7 @@ def test_nothing_is_set_apart_for_a_wrong_prediction() -> None:
 
 
 def affine(noise: float, count: int = 4) -> list[Forecast]:
-    """Runs of other jobs that differ in the number of microbatches, on a line but for the noise."""
+    """Runs of other jobs that differ in the number of microbatches, on a line with noise."""
     times = ((m, 0.3 + 0.123456789 * m + noise * m * m) for m in range(2, 2 + count))
     return [made(t, t, job=f"j{m}", number=m, grad_accum=str(m), gbs=str(m)) for m, t in times]
 

@@ -1,4 +1,4 @@
-"""Rows with experts and context parallelism as plans, against counts worked out by hand."""
+"""Tests of rows with experts and context parallelism as plans, against counts by hand."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Laws of the predictions for published runs, and the file that they are written to."""
+"""Laws of the predictions for published runs, and tests of the file that they are written to."""
 
 import csv
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""``benchmarks/intervals.py``: intervals of errors by class, and the slowdown within which plans are as good."""
+"""Tests of ``benchmarks/intervals.py``: error intervals by class, and the slowdown within which plans are ties."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""From a row to a plan: what it says is what the plan has, and what cannot be priced is skipped with its reason."""
+"""Tests that a plan has what its row says, and that rows that cannot be priced are skipped with a reason."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Classes of runs, and the order in which a job's plans are ranked, against small cases worked out by hand."""
+"""Tests of run classes and of the ranking of a job's plans, on small cases worked out by hand."""
 
 import pytest
 from expert_plans import orders

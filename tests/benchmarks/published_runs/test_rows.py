@@ -1,4 +1,4 @@
-"""Reading the table of published runs, and what is said of a wrong one."""
+"""Tests of reading the table of published runs, and of the errors for a wrong table."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""Scores of predictions whose errors are known, since the measurements are made from them."""
+"""Tests of scores of predictions with known errors, because the measurements are derived from them."""
 
 from dataclasses import replace
 

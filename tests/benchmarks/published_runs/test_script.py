@@ -1,4 +1,4 @@
-"""``python benchmarks/published_runs.py`` as a user meets it."""
+"""Tests of ``python benchmarks/published_runs.py`` from the command line."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ Script = Callable[..., str]
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Script:
-    """Runs the script in this process and returns what it prints."""
+    """Run the script in this process and return its output."""
 
     def call(*arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])

@@ -1,4 +1,4 @@
-"""Names that versions of frameworks know, a file for each: what its docstring or files said when they were read."""
+"""Names that framework versions know, one file each, as read from docstrings or files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Small models all of whose layers are under cp, on four processes, against the unmodified model in one."""
+"""Worker for cp on four processes: small models with cp on all layers, against the unmodified model in one process."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -202,7 +202,7 @@ def _refusal(case: Case) -> str:
 
 
 def before_ranks() -> None:
-    """Builds every model once, which imports it."""
+    """Build every model once, which imports it."""
     for config in {case.config for case in CASES.values()}:
         build_model(chain_from_config(CONFIGS[config], name=config), seed=1)
 
@@ -217,7 +217,7 @@ def compare() -> dict[str, Any]:
 
 
 def compare_nightly() -> dict[str, Any]:
-    """What all other cases find."""
+    """Results of all other cases."""
     return {"cases": _differences({name: case for name, case in CASES.items() if name not in SAMPLE})}
 
 

@@ -1,6 +1,6 @@
-"""What every rank of the tests of ep does: a small model whose blocks are divided, against one process.
+"""Work of every rank in the tests of ep: a small model with divided blocks, against one process.
 
-Each rank reads samples of its own. The references are found by the rank alone, from the unmodified model.
+Each rank reads its own samples, and computes its references alone from the unmodified model.
 """
 
 import tempfile
@@ -51,7 +51,7 @@ CONFIGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How all layers of a model are divided; ``ep`` is for those with experts."""
+    """Division of all layers of a model; ``ep`` is for those with experts."""
 
     config: str
     data: int
@@ -61,7 +61,7 @@ class Division:
     zero: int | None = None
     """None where replicated."""
     replicas: int = 1
-    """Of the data ranks, how many groups hold all shards (ZeRO)."""
+    """Number of groups of data ranks that hold all shards (ZeRO)."""
     remat: Remat = Remat.NONE
     precision: Precision = "fp32"
     sums_experts: bool = True
@@ -95,7 +95,7 @@ NIGHTLY = OF_EIGHT.keys() | {
 
 @dataclass(slots=True)
 class Reference:
-    """What one process finds."""
+    """Results of one process."""
 
     loss: float
     norm: float
@@ -264,7 +264,7 @@ def weights_error(stage: StageModule, division: Division) -> float:
 
 
 def resume(saved: Division, loaded: Division) -> float:
-    """How far the weights that one division has saved are from right when another has loaded them."""
+    """Error of the weights that one division has saved and another has loaded."""
     chain = chain_from_config(CONFIGS[saved.config], name="test")
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
@@ -339,7 +339,7 @@ def _copies(parameter: nn.Parameter) -> int:
 
 
 def before_ranks() -> None:
-    """Builds every model once, which imports it."""
+    """Build every model once, which imports it."""
     for config in CONFIGS.values():
         build_model(chain_from_config(config, name="test"), seed=SEED)
 

@@ -1,4 +1,4 @@
-"""Models whose sequences are divided over processes compute what one process does."""
+"""Tests that models with divided sequences compute what one process does."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which layers can be under cp, what they read, and what becomes of attention that is not."""
+"""Tests of which layers support cp, what they read, and of attention that does not."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What a rank does and keeps under cp, counted on fake tensors: equal shares of work, and no gathered keys."""
+"""Tests of work and memory of a rank under cp on fake tensors: equal shares of work, no gathered keys."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -100,8 +100,9 @@ def test_selective_remat_neither_communicates_nor_attends_again(method: str) -> 
 
 
 def traffic(text: str) -> dict[str, dict[str, list[float]]]:
-    """For each phase of a microbatch, the bytes of each call by its collective, as the twin in `plan.dimensions`
-    says."""
+    """Bytes of each call per phase of a microbatch, by collective, as the implementation in `plan.dimensions` gives
+    them.
+    """
     strategy = parse_strategy(text)
     query = SAMPLES * SEQ_LEN * HEADS * HEAD_DIM * BYTES
     exchanging = ("forward", "backward") + ("recomputation",) * (strategy.remat is Remat.FULL)

@@ -1,4 +1,4 @@
-"""A replicated layer computes on its own parameters, sums over ranks, and shows the optimizer what it expects.
+"""Tests that a replicated layer uses its own parameters, sums over ranks, and shows the optimizer what it expects.
 
 The ranks are those of a fake process group, over which a reduction changes nothing.
 """

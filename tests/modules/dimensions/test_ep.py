@@ -1,4 +1,4 @@
-"""Experts divided over ranks compute what one process does, exchange what they say, and are stored as what they are."""
+"""Tests that divided experts compute what one process does, exchange what they state, and are stored unchanged."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Muon for hidden matrices and AdamW for all else: updates as torch's own, and what a step does as the lever says."""
+"""Tests of Muon for hidden matrices and AdamW for the rest: updates as in torch, steps as the lever says."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""AdamW with moments in host memory against torch's, and what of it a meter of the device sees."""
+"""Tests of AdamW with moments in host memory against torch's, and of its metered device memory."""
 
 from contextlib import nullcontext
 from typing import Any

@@ -1,4 +1,4 @@
-"""The optimizers of levers against those that they are made of, on one tensor of every shape."""
+"""Tests of the levers' optimizers against the originals, on one tensor of every shape."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_an_update_is_that_of_torch(word: str) -> None:
 
 
 def kept_bytes(word: str, shape: tuple[int, ...]) -> int:
-    """What is kept of a tensor of this shape beside the count of steps."""
+    """Bytes kept of a tensor of this shape besides the step count."""
     optimizer = made(word, shape)
     trained(optimizer)
     (state,) = optimizer.state.values()

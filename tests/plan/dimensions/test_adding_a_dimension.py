@@ -1,5 +1,4 @@
-"""A dimension is added in one place: as one value it is enumerated, read, refused, priced, planned with and
-explained."""
+"""Test that a dimension added in one place is enumerated, read, refused, priced, planned with and explained."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -90,7 +89,9 @@ RP = Dimension(
 
 @pytest.fixture(autouse=True)
 def divided(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The dimension and its twin, known for one test; the strategies and numbers of ranks that the twin is given."""
+    """Dimension and its implementation, known for one test; the strategies and numbers of ranks that the latter is
+    given.
+    """
     found: list[tuple[str, int]] = []
     monkeypatch.setitem(DIMENSIONS, NAME, RP)
     monkeypatch.setitem(TWINS, NAME, lambda _layer, _chain, strategy, mesh: found.append((str(strategy), mesh.size())))

@@ -1,5 +1,4 @@
-"""No module but a dimension's own and its twin names it, its modes or their values: everything else asks the
-registry."""
+"""Tests that only a dimension's own module and its implementation name it; others ask the registry."""
 
 import ast
 from collections.abc import Iterator
@@ -77,7 +76,7 @@ VALUES = {name.upper() for name in DIMENSIONS}
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
-    """What a module names: texts, attributes, arguments, and imports from the packages of dimensions."""
+    """Names in a module: texts, attributes, arguments, and imports from the packages of dimensions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value

@@ -1,4 +1,4 @@
-"""Every parallelism dimension answers all questions, is written and read alike, and has a twin that makes layers so."""
+"""Tests that every dimension answers all questions, round-trips as text, and has an implementation for layers."""
 
 import importlib
 import math
@@ -23,7 +23,7 @@ EXAMPLES = {
     "cp": ("cp4", "fsdp2-cp2", "cp2-tp2+ulysses"),
     "ep": ("dp4 ep4", "fsdp4 ep2", "dp2-cp2-tp2 ep2"),
 }
-"""For every dimension strategies that use it; a dimension without any fails `test_every_dimension_has_examples`."""
+"""Strategies that use each dimension; a dimension without any fails `test_every_dimension_has_examples`."""
 SPARSE = chain_from_config(FAMILY_CONFIGS["mixtral"], name="sparse")
 ODD = chain(hidden_size=72, num_attention_heads=9, num_key_value_heads=9, head_dim=8)
 BATCH = Batch(microbatch_samples=8, seq_len=64)
@@ -60,7 +60,7 @@ def test_every_dimension_has_a_twin_and_every_twin_a_dimension() -> None:
 
 
 LEAVE_MODULES = {"dp", "fsdp"}
-"""Dimensions that divide what enters a layer alone, so that their twin does nothing."""
+"""Dimensions that divide only the input of a layer, so that their implementation does nothing."""
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def single(*, with_job: bool = True) -> ReportContents:
 
 
 def measured(found: ReportContents, *, num_ranks: int = 8) -> ReportContents:
-    """The same after a run."""
+    """Return the report after a run."""
     plan_of = found.plan
     record = RunRecord.model_validate(
         {

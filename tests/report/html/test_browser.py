@@ -1,4 +1,4 @@
-"""The page of a report in a real browser: nothing missing, nothing on the console, nothing wider than the screen."""
+"""Tests of a report page in a real browser: nothing missing, an empty console, nothing wider than the screen."""
 
 from collections.abc import Iterator
 from pathlib import Path

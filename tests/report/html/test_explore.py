@@ -1,4 +1,4 @@
-"""The page of solved plans in a real browser: every control shows the plan of the data, as do its link and buttons."""
+"""Tests of the page of solved plans in a real browser: every control, link and button shows the plan of the data."""
 
 import itertools
 import re
@@ -22,7 +22,7 @@ UNSOLVED, TIGHT = (1, 1, 1, 2), (0, 0, 0, 0)
 
 
 def explored() -> Exploration:
-    """Two plans over all places, but for one that was not reached and one in which nothing fits."""
+    """Two plans over all places, except one that was not reached and one in which nothing fits."""
     plans = (pipelined().plan, single().plan)
     names = (
         ("as asked", HOSTILE),
@@ -98,7 +98,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def move(browser: Browser, place: tuple[int, ...]) -> dict[str, Any]:
-    """What is seen after every control was set, one after another, as a user's hand sets it."""
+    """Return what is seen after every control was set, one after another, as a user's hand sets it."""
     software, size, devices, memory = place
     for name, value in (("size", size), ("devices", devices), ("memory", memory)):
         browser.run(

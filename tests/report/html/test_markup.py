@@ -1,4 +1,4 @@
-"""Markup escapes by construction."""
+"""Tests that markup always escapes."""
 
 import html
 from html.parser import HTMLParser
@@ -11,7 +11,7 @@ from steelyard.report.html.markup import Html, join, table, tag
 
 
 class Reader(HTMLParser):
-    """What a browser would see of an element: its text and its attributes."""
+    """Content of an element as a browser would see it: its text and its attributes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The page of a report as text: what it says, that it loads nothing, and that no text becomes markup."""
+"""Tests of a report page as text: its content, that it loads nothing, and that no text becomes markup."""
 
 import json
 import re
@@ -164,7 +164,7 @@ def test_the_rates_of_a_device_that_is_not_known_are_said_to_be_assumed() -> Non
 
 
 def printed(view: RenderableType) -> str:
-    """What a terminal shows of it, on lines that are long enough."""
+    """Terminal output of a view, on lines that are long enough."""
     console = Console(width=400)
     with console.capture() as captured:
         console.print(view)

@@ -1,4 +1,4 @@
-"""Samples of features with token ids: of a folder of arrays, or made up."""
+"""Tests of samples of features with token ids: from a folder of arrays, or generated."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Token files: what is read from them, and what is refused."""
+"""Tests of token files: what is read from them, and refusals."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Images: folders of classes and made-up ones, the same whoever reads them."""
+"""Tests of images: folders of classes and generated ones, the same for every reader."""
 
 from pathlib import Path
 

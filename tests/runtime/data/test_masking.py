@@ -1,4 +1,4 @@
-"""Masked-token samples: how many tokens are hidden, and that nothing but seed and sample number decides which."""
+"""Tests of masked-token samples: the number of hidden tokens, chosen by seed and sample number alone."""
 
 from dataclasses import dataclass
 

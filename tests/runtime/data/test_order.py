@@ -1,4 +1,4 @@
-"""The order of samples: every epoch a permutation, and every plan reads the same global batches."""
+"""Tests of the sample order: every epoch a permutation, and the same global batches for every plan."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""``--dataset``: rows of files, folders and mixtures, as documents and as prompts with completions."""
+"""Tests of ``--dataset``: rows of files, folders and mixtures, as documents and as prompts with completions."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""``--data PATH``: what text and token files become, and what is refused."""
+"""Tests of ``--data PATH``: text and token files, and refusals."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def all_tokens(data: TokenData, num_samples: int) -> list[list[int]]:
 
 @pytest.fixture(name="words")
 def _words(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a tokenizer of whole words: its ids are the places in the list."""
+    """Write a tokenizer of whole words: its ids are the places in the list."""
 
     def write(*words: str, end: str | None = None) -> Path:
         folder = tmp_path / "tokenizer"

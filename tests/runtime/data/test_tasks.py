@@ -1,4 +1,4 @@
-"""What samples hold for each task that a model may be trained for."""
+"""Tests of the contents of samples for each task."""
 
 from pathlib import Path
 
