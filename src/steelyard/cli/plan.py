@@ -52,7 +52,7 @@ class OverEngines(TypedDict):
 
 
 class Reason(TypedDict):
-    """Why a pipeline configuration has no plan."""
+    """A pipeline configuration without a plan, and the reason."""
 
     stages: int
     microbatches: int

@@ -48,7 +48,7 @@ def not_modelled(plan: Plan, job: Job | None) -> tuple[str, ...]:
     ]
     if job is None or not job.profile.identity.is_measured:
         found.append(
-            "How fast a matrix product of just this shape is (tiles, waves): its arithmetic intensity alone counts. "
+            "Matrix-product speed by exact shape (tiles, waves): only the arithmetic intensity counts. "
             "A measured profile (steelyard profile) has the shapes."
         )
     if plan.num_stages > 1:
@@ -57,12 +57,12 @@ def not_modelled(plan: Plan, job: Job | None) -> tuple[str, ...]:
             "gradient sent to the stage before."
         )
     if any(strategy.tensor_degree > 1 for strategy in plan.strategies):
-        found.append("Tensor-parallel collectives that run beside compute: they are taken not to.")
+        found.append("Overlap of tensor-parallel collectives with compute: none is assumed.")
     if any(strategy.data_degree > 1 for strategy in plan.strategies):
         found.append("Congestion between groups of one stage that share a link: each has its full rate.")
     if any(strategy.expert_degree > 1 for strategy in plan.strategies):
         found.append("Routing that changes from step to step and from layer to layer: one imbalance stands for all.")
-    found.append("Scratch space of kernels, beyond the slack that is kept free for the allocator.")
+    found.append("Scratch space of kernels beyond the allocator slack.")
     return tuple(found)
 
 
@@ -156,7 +156,7 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
         f"{rates.links.inter:.0%} of the one between nodes, fitted to published runs for all devices alike",
     )
     if any(layer_type.num_experts for layer_type in job.chain.layer_types):
-        yield "routing", f"{job.imbalance:g} times the mean on the rank whose experts most tokens take: assumed"
+        yield "routing", f"{job.imbalance:g} times the mean load on the busiest expert rank: assumed"
     if job.time_factor != 1.0:
         runs = "a measured run" if job.group.num_calibrating < 2 else f"{job.group.num_calibrating} measured runs"
         yield "calibration", f"all times multiplied by {job.time_factor:.3f}, from {runs}"

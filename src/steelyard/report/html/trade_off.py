@@ -171,7 +171,7 @@ def _lead(found: ReportContents) -> str:
             f"{found.plan_file} --time-limit 10 does, steelyard frontier shows it on its own."
         )
     coverage = (
-        "No plan worth having lies between its steps."
+        "No better plan lies between its steps."
         if study.is_complete
         else "Between two steps the time lies between theirs; --time-limit looks at more of them."
     )
