@@ -3,10 +3,8 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import typer
-from typing_extensions import TypedDict
 
 from steelyard.cli import options
 from steelyard.cli.levers import with_levers
@@ -14,7 +12,7 @@ from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.output import command
-from steelyard.plan.choices import ComparedBaseline
+from steelyard.plan.choices import ComparedBaseline, NothingFits, OverEngines, Reason
 from steelyard.plan.decisions import Decisions, Partition, Space
 from steelyard.plan.dimensions import modes
 from steelyard.plan.file import write_plan
@@ -42,31 +40,6 @@ from steelyard.units import format_bytes
 
 WORDS = {"allow_extra_args": True}
 """Further words after the model are runs of --calibrate."""
-
-
-class OverEngines(TypedDict):
-    """A plan and the best one of every other engine: ``--engines``."""
-
-    plan: Plan
-    engines: tuple[ComparedBaseline, ...]
-
-
-class Reason(TypedDict):
-    """A pipeline configuration without a plan, and the reason."""
-
-    stages: int
-    microbatches: int
-    reason: str
-
-
-class NothingFits(TypedDict):
-    """The nearest miss, where no plan fits."""
-
-    status: Literal["infeasible"]
-    budget_bytes: int
-    missing_bytes: int | None
-    nearest_miss: str
-    settings: list[Reason]
 
 
 @options.prints(Plan | OverEngines | NothingFits)

@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from typing_extensions import TypedDict
+
 from steelyard.levers.lever import Result
 from steelyard.plan.part import PlanPart, notebook_html
 from steelyard.plan.plan import Plan
@@ -316,3 +318,28 @@ class Found(NamedTuple):
     def _repr_html_(self) -> str:
         """Return the HTML for a notebook."""
         return notebook_html(self)
+
+
+class OverEngines(TypedDict):
+    """A plan and the best one of every other engine: ``--engines``."""
+
+    plan: Plan
+    engines: tuple[ComparedBaseline, ...]
+
+
+class Reason(TypedDict):
+    """A pipeline configuration without a plan, and the reason."""
+
+    stages: int
+    microbatches: int
+    reason: str
+
+
+class NothingFits(TypedDict):
+    """The nearest miss, where no plan fits."""
+
+    status: Literal["infeasible"]
+    budget_bytes: int
+    missing_bytes: int | None
+    nearest_miss: str
+    settings: list[Reason]
