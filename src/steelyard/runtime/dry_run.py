@@ -1,12 +1,12 @@
-"""Runs one rank of a plan on fake tensors and reports the most bytes that its tensors hold at once, term by term.
+"""Dry run of one rank of a plan on fake tensors: the peak bytes of its tensors, term by term.
 
 The code that runs is the one that trains: `steelyard.runtime.parallel_model` over a process group that has ranks but no
 processes, with tensors that have shapes but no memory. So any rank of any plan runs on a laptop. What the tensors hold
 is counted as `steelyard.runtime.peak_memory` counts it in a real process.
 
-Two steps are run. The first ends with the optimizer's states; the second is like every later one. Of many microbatches
-only as many are run as it takes until one is like the next: what lives is then the same but for what each holds from
-the beginning to the end of a step, which is added for the others (see `_shortened`).
+Two steps are run. The first ends with the optimizer's states; the second is like every later one. Only as many
+microbatches are run as it takes until one is like the next: the live storages are then the same, except those that each
+microbatch holds from the beginning to the end of a step, which are added for the others (see `_shortened`).
 
 Each storage that lives at the peak belongs to one term:
 
@@ -109,7 +109,7 @@ _Sizes = dict[int, tuple[set[int], set[tuple[int, ...]]]]
 
 
 def _sizes(chain: ModelChain, model: Any) -> _Sizes:
-    """By layer type, the first dims of the parameters, and the shapes of those of routed experts."""
+    """Return, by layer type, the first dims of the parameters and the shapes of the routed experts' parameters."""
     sizes: _Sizes = {}
     for layer in range(chain.num_layers):
         if chain.layers[layer] not in sizes:
@@ -142,9 +142,9 @@ def _shares(layers: Collection[tuple[int, Strategy]], sizes: _Sizes, place: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """What one rank holds: the peak of the first step and of every later one. ``wall_s`` is what finding it took.
+    """Peak memory of one rank in the first step and in every later one. ``wall_s`` is the time of the dry run.
 
-    ``host_bytes`` is the most that lies in host memory.
+    ``host_bytes`` is the peak in host memory.
     """
 
     rank: int
@@ -263,7 +263,7 @@ def _blank(model: ParallelModel, num_samples: int) -> Tensor | Samples:
 
 
 def _follow_passes(model: ParallelModel, storages: LiveStorages) -> None:
-    """Lets ``storages`` know which layer runs, and what a forward pass leaves behind."""
+    """Tell ``storages`` which layer runs, and which tensors a forward pass leaves behind."""
     born = 0
 
     def exchanged(gradient: Tensor) -> None:
@@ -342,7 +342,7 @@ def _fsdp_groups(model: ParallelModel) -> Iterator[tuple[Strategy, Any]]:
 
 @contextmanager
 def _fake_world(rank: int, size: int) -> Iterator[None]:
-    """As `fake_group`, for one rank after another."""
+    """Enter `fake_group` for one rank; a process can do so for one rank after another."""
     if dist.is_initialized():
         raise UserError(
             field="check",
@@ -404,15 +404,15 @@ class _WorkWithTensors:
         self._work, self._tensors = work, tensors
 
     def wait(self) -> None:
-        """Waits for the transfer and lets its tensors go."""
+        """Wait for the transfer and release its tensors."""
         self._work.wait()
         self._tensors = []
 
 
 def _vote_alone(_schedule: Any, stages: list[Any], has_backward: bool, _p2p_done: bool) -> None:
-    """Takes this rank's stages to speak for all in the vote on whether shapes are known beforehand.
+    """Decide for all ranks from this rank's stages in the vote on whether shapes are static.
 
-    The real vote reads numbers that neighbours send. The runtime gives every stage its shapes, so all vote alike.
+    The real vote reads numbers that neighbours send. The runtime gives every stage its shapes, so all votes are equal.
     """
     for stage in stages:
         if InferenceMode.needs_dynamic(stage._user_meta, has_backward):

@@ -21,15 +21,15 @@ DATA_HELP = (
 )
 MOST_SEED = 2**32 - 1
 AUTO = "auto"
-"""As latest, where there is a checkpoint; else the run starts anew."""
+"""Value of ``--resume``: the latest checkpoint if there is one, else start from the beginning."""
 RUN_OPTIONS = ("data", "lr", "steps", "warmup_steps", "schedule", "min_lr", "betas", "weight_decay", "max_grad_norm")
-"""What a checkpoint says of its run, so that a change is asked for."""
+"""Options stored in a checkpoint; changing them in a resumed run must be allowed explicitly."""
 
 
 CONSTANT = "constant"
 LR_SCHEDULES = ("cosine", "linear", CONSTANT, "wsd")
 TRACKERS = ("clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")
-"""What accelerate tracks runs in, by the names of their packages, without a folder of ours."""
+"""Trackers of accelerate that need no folder from steelyard, by package name."""
 LEAST_LR_SHARE = 0.1
 """Share of the peak where the learning rate ends, unless a run says otherwise."""
 
@@ -53,7 +53,7 @@ def _option(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """How a plan is trained; what the plan decides (batch, precision, schedule) is not here.
+    """Training options, except those that the plan decides (batch, precision, schedule).
 
     Raises `UserError` naming the option that is out of range.
     """
@@ -163,12 +163,12 @@ class TrainOptions:
 
     @property
     def allowed_changes(self) -> list[str]:
-        """Names of options that a resumed run may have other values of than the run before."""
+        """Options that a resumed run may change, by name."""
         return [name.strip().replace("-", "_") for name in self.allow_change.split(",") if name.strip()]
 
     @property
     def trackers(self) -> list[str]:
-        """Names of experiment trackers."""
+        """Experiment trackers by name."""
         return [name.strip() for name in self.report_to.split(",") if name.strip()]
 
     @property
@@ -181,7 +181,7 @@ class TrainOptions:
         return first, second
 
     def source(self, data: str | Path | None) -> Path | Rows:
-        """What a run trains on; raises `UserError` unless it is either ``data`` or ``--dataset``."""
+        """Return the training data. Raises `UserError` unless exactly one of ``data`` and ``--dataset`` is given."""
         if (data is None) != bool(self.dataset):
             raise UserError(
                 field="--data",
@@ -193,7 +193,7 @@ class TrainOptions:
 
     @property
     def eval_source(self) -> Path | Rows | None:
-        """What a run evaluates, of the kind that it trains on."""
+        """Evaluation data, of the same kind as the training data."""
         if self.eval_data is None or not self.dataset:
             return self.eval_data
         return Rows.parse([str(self.eval_data)])
@@ -217,7 +217,7 @@ class TrainOptions:
 
     @property
     def text(self) -> TextOptions:
-        """How text becomes tokens."""
+        """Options of tokenization."""
         own = self.init if self.sft and self.init is not None and (self.init / "tokenizer.json").is_file() else None
         return TextOptions(
             completions_alone=self.sft,
@@ -250,7 +250,7 @@ def flag(option: Field[Any]) -> str:
 
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
-    """Adds every field of `TrainOptions` to a parser."""
+    """Add every field of `TrainOptions` to a parser."""
     for option in fields(TrainOptions):
         default = "" if option.default in (None, ()) else f" (default {option.default})"
         parser.add_argument(

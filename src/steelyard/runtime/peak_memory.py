@@ -44,7 +44,7 @@ def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> AbstractCon
 
 
 def memory_method(device: torch.device) -> str:
-    """How `measure_peak` measures on a device."""
+    """Return the method by which `measure_peak` measures on a device."""
     return CUDA_METHOD if device.type == "cuda" else STORAGE_METHOD
 
 
@@ -112,7 +112,7 @@ class LiveStorages(FakeOpMode):
         return super().__enter__()
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the operation and follows what it returns."""
+        """Run the operation and track the tensors that it returns."""
         if self._seen is None:
             result = func(*args, **kwargs)
         else:
@@ -123,7 +123,7 @@ class LiveStorages(FakeOpMode):
         return result
 
     def begin(self) -> None:
-        """Starts a new measurement: what lives now is the first candidate for the peak."""
+        """Start a new measurement: the bytes live now are the first candidate for the peak."""
         for identity, num_bytes in self._events:
             self._before[identity] += num_bytes
         self._before, self._events = +self._before, []

@@ -46,13 +46,13 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationLayout:
-    """How an activation lies on the ranks of a stage while it crosses a border."""
+    """Layout of an activation on the ranks of a stage while it crosses a border."""
 
     first_rank: int
     sizes: tuple[int, ...]
-    """Of the axes of the stage mesh."""
+    """Sizes of the axes of the stage mesh."""
     letters: str
-    """How it lies over each axis, as `steelyard.plan.dimensions.dimension.Placed` writes it."""
+    """Placement over each axis, as letters of `steelyard.plan.dimensions.dimension.Placed`."""
     head_tail_degree: int
     """Ranks over which tokens are divided in head-tail order; 1 for the order in which they read."""
 
@@ -62,13 +62,13 @@ class ActivationLayout:
         return range(self.first_rank, self.first_rank + prod(self.sizes))
 
     def local_shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """What a rank has of an activation [B, S, …]."""
+        """Shape of a rank's part of an activation [B, S, …]."""
         degrees = (self._degree(_SAMPLES), self._degree(_TOKENS))
         return (*(size // degree for size, degree in zip(whole, degrees, strict=False)), *whole[2:])
 
     @property
     def of_copies(self) -> "ActivationLayout":
-        """How what every rank of the stage has whole lies on it."""
+        """Layout of a tensor that every rank of the stage holds whole."""
         return replace(self, letters=Placed.WHOLE.value * len(self.sizes), head_tail_degree=1)
 
     @cached_property
@@ -119,7 +119,7 @@ class ActivationLayout:
 
 
 def border(plan: Plan, index: int) -> tuple[ActivationLayout, ActivationLayout]:
-    """How the activation lies as part ``index`` - 1 of a pipeline sends it, and as part ``index`` receives it."""
+    """Return the layouts of the activation as part ``index`` - 1 of a pipeline sends and part ``index`` receives it."""
     before, after = plan.parts[index - 1], plan.parts[index]
     layer = after.first_layer
     sending = _layout(plan, layer - 1, before.ranks[0])
@@ -129,7 +129,7 @@ def border(plan: Plan, index: int) -> tuple[ActivationLayout, ActivationLayout]:
 
 
 def sent_pieces(rank: int, source: ActivationLayout, target: ActivationLayout, shape: tuple[int, ...]) -> list[Piece]:
-    """What ``rank`` of the stage ``source`` sends of an activation [B, S, …] to the stage ``target``."""
+    """Return the pieces of an activation [B, S, …] that ``rank`` of stage ``source`` sends to stage ``target``."""
     block = source.block_of(rank)
     return [
         Piece(peer=peer, where=mine)
@@ -142,7 +142,7 @@ def sent_pieces(rank: int, source: ActivationLayout, target: ActivationLayout, s
 def received_pieces(
     rank: int, source: ActivationLayout, target: ActivationLayout, shape: tuple[int, ...]
 ) -> list[Piece]:
-    """What ``rank`` of the stage ``target`` receives, where `sent_pieces` says what others send."""
+    """Return the pieces that ``rank`` of the stage ``target`` receives: the counterpart of `sent_pieces`."""
     place, own = rank - target.first_rank, target.block_of(rank)
     return [
         Piece(peer=source.holder(block, place), where=mine)
@@ -179,7 +179,7 @@ def _common(
     received: tuple[int, int],
     shape: tuple[int, ...],
 ) -> Iterator[tuple[_Where, _Where]]:
-    """What two blocks of an activation [B, S, …] have in common: where it lies in the one, and where in the other."""
+    """Yield the intersections of two blocks of an activation [B, S, …], as places in the one and in the other."""
     num_samples, num_tokens = shape[0], shape[1] if len(shape) > 1 else 1
     samples = _runs(source.samples_of(sent, num_samples), target.samples_of(received, num_samples))
     tokens = list(_runs(source.tokens_of(sent, num_tokens), target.tokens_of(received, num_tokens)))
@@ -200,7 +200,7 @@ def _runs(source: list[tuple[int, int, int]], target: list[tuple[int, int, int]]
 
 
 Pieces = Sequence[Sequence[Piece]]
-"""For each tensor that is handed over."""
+"""Pieces of each tensor that is handed over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,13 +211,13 @@ class Exchange:
     """
 
     arriving: Pieces = ()
-    """Of the activation from the part before."""
+    """Pieces of the activation from the previous part."""
     returning: Pieces = ()
-    """Of the gradient to the part before."""
+    """Pieces of the gradient to the previous part."""
     leaving: Pieces = ()
-    """Of the activation to the next part."""
+    """Pieces of the activation to the next part."""
     coming_back: Pieces = ()
-    """Of the gradient from the next part."""
+    """Pieces of the gradient from the next part."""
 
 
 class PipelinePart(PipelineStage):
@@ -253,12 +253,12 @@ class PipelinePart(PipelineStage):
         self._arrived: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
         """Pieces that are received apart, with where they belong."""
         self._receives: dict[tuple[Any, ...], list[dist.P2POp]] = {}
-        """What schedules were given to receive and may still hold, by what it is received into."""
+        """Receives that were given to schedules, which may still hold them, by the tensors received into."""
         self._sent_activations: dict[int, list[_Send]] = {}
         self._sent_gradients: list[_Send] = []
 
     def end_step(self) -> None:
-        """Waits for the last sends of a step."""
+        """Wait for the last sends of a step."""
         for sends in (*self._sent_activations.values(), self._sent_gradients):
             _wait(sends)
         self._sent_activations.clear()
@@ -345,7 +345,7 @@ class PipelinePart(PipelineStage):
             self.device = device
 
     def _sends(self, whole: list[dist.P2POp], pieces: Pieces) -> list[dist.P2POp]:
-        """Sends of the pieces in the place of torch's own, which are of whole tensors to one peer."""
+        """Return sends of the pieces, instead of torch's own sends of whole tensors to one peer."""
         return [
             dist.P2POp(dist.isend, _part(operation.tensor, piece).contiguous(), piece.peer, self._between)
             for operation, of_tensor in zip(whole, pieces, strict=True)

@@ -1,4 +1,4 @@
-"""How long a rank works in a step: its forward and backward passes and the optimizer, without waiting for other stages.
+"""Work time of a rank in a step: its forward and backward passes and the optimizer, without waiting for other stages.
 
 On the CPU passes are timed by the wall clock. On a GPU events are recorded around each, and read when the step has
 ended, so nothing waits for the device. Waiting for the ranks of the same stage, inside collectives, counts as work: a
@@ -36,7 +36,7 @@ class StageClock:
 
     @contextmanager
     def seeing_waits(self) -> Iterator[None]:
-        """In the context, work that waits for other ranks is also counted by itself."""
+        """Also count work that waits for other ranks by itself, in the context."""
         waits = [(dist.Work, "wait"), (functional_collectives, "wait_tensor")]
         if self._device.type == "cuda":
             waits += [(torch.cuda.Stream, "wait_event"), (torch.cuda.Stream, "wait_stream")]

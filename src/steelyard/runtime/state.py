@@ -1,4 +1,4 @@
-"""What a training run is made of, under names that no plan changes.
+"""State of a training run, under names that no plan changes.
 
 | name                       | what                                                                        |
 |----------------------------|-----------------------------------------------------------------------------|
@@ -112,7 +112,7 @@ class RunState:
         return own_names(split, self._model.layers) if isinstance(split, OwnSplit) else parameter_names(chain)
 
     def weights(self, *, copy: int = 0) -> dict[str, Tensor]:
-        """What this rank saves by its name in the unmodified model: of matrices that layers share, one copy."""
+        """Return the tensors that this rank saves, by name in the unmodified model; one copy of each shared matrix."""
         return {self.names.by_path[path]: tensor for path, tensor in self._saved(copy)}
 
     def tensors(self, *, copy: int = 0) -> dict[str, Tensor]:
@@ -138,14 +138,14 @@ class RunState:
         }
 
     def take(self, tensors: Mapping[str, Tensor], *, copy: int = 0) -> None:
-        """Quantizes what was read into `tensors` of quantized states."""
+        """Quantize the values read into `tensors` and store them in the quantized states."""
         states = {id(parameter): state for each in self._optimizers for parameter, state in each.state.items()}
         for path, parameter in self._saved(copy):
             for slot, value in states.get(id(parameter), {}).items():
                 take(value, tensors[f"optimizer.{self.names.by_path[path]}.{slot}"])
 
     def round(self) -> None:
-        """Quantizes quantized states as reading them from a checkpoint does, so that a resumed run has the same bits.
+        """Requantize quantized states as reading a checkpoint does, so that a resumed run has the same bits.
 
         Their scales change by rounding errors of fp32.
         """
@@ -154,7 +154,7 @@ class RunState:
                 take(value, stored(value))
 
     def fill_optimizers(self) -> None:
-        """Makes the optimizers allocate what they keep, without changing a parameter, so that it can be read into.
+        """Make the optimizers allocate their states, without changing a parameter, so that they can be read into.
 
         An optimizer allocates in its first step, so it takes one with gradients of zero and a learning rate of zero,
         which does not count. Gradients stay as they are.
@@ -194,7 +194,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """Sets this rank's random generators to states that `random_states` found."""
+    """Set this rank's random generators to states from `random_states`."""
     rank = dist.get_rank()
     torch.set_rng_state(states[f"rng.{rank}.cpu"])
     if device.type == "cuda":

@@ -2,8 +2,8 @@ r"""The order in which a run reads its samples: a permutation for every epoch, w
 
 Sample $i$ of a run lies in epoch $e = \lfloor i / n \rfloor$ at place $i \bmod n$, and is data sample
 $\pi_{\text{seed},e}(i \bmod n)$. The permutation $\pi$ is a balanced Feistel network of four rounds on the smallest
-even number of bits that holds $n$, walked until it falls below $n$: a step costs a few multiplications and no memory,
-where a shuffled list of a trillion-token corpus would take a gigabyte on every rank.
+even number of bits that holds $n$, repeated until the result is below $n$: a step costs a few multiplications and no
+memory, whereas a shuffled list of a trillion-token corpus would take a gigabyte on every rank.
 
 | symbol | argument      | meaning                              |
 |--------|---------------|--------------------------------------|
@@ -23,7 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOrder:
-    """Which data sample each sample of a run is; depends on nothing but these two numbers."""
+    """Mapping from the samples of a run to data samples; depends only on these two numbers."""
 
     num_samples: int
     seed: int

@@ -79,7 +79,7 @@ class HubTokenizer(ByteTokenizer):
         self.identity = hashlib.sha256(f"{self._end}\n{content}".encode()).hexdigest()
 
     def encode(self, documents: Iterable[str]) -> Iterator[np.ndarray]:
-        """What the tokenizer makes of each document, without its own special tokens, and the end token."""
+        """Yield the tokens of each document, without the tokenizer's special tokens, followed by the end token."""
         end = [] if self._end is None else [self._end]
         remaining = iter(documents)
         while group := list(islice(remaining, _DOCUMENTS_AT_ONCE)):
@@ -155,7 +155,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 def check_is_text(file: Path) -> None:
-    """Raises `InvalidDataError` if the beginning of a file is not UTF-8 text."""
+    """Raise `InvalidDataError` if the beginning of a file is not UTF-8 text."""
     with file.open("rb") as opened:
         beginning = opened.read(_PROBED_BYTES)
     try:
@@ -184,7 +184,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """How text becomes tokens: a tokenizer (bytes without one), the column of rows, and how many bytes at most."""
+    """Options of tokenization: the tokenizer (None: bytes), the column of rows, and the maximum number of bytes."""
 
     tokenizer: Path | None = None
     text_key: str = "text"
@@ -198,7 +198,7 @@ class TextOptions:
 def prepare_data(
     data: Path | Rows | None, options: TextOptions, *, task: Task = Task.CAUSAL_LM, seq_len: int = 0
 ) -> None:
-    """Finds mistakes in the data before a run starts, and makes text into tokens while nobody waits for it."""
+    """Check the data and tokenize text before a run starts, so that no process waits for it."""
     if isinstance(data, Rows):
         check_rows(task, options)
         if options.completions_alone:
@@ -214,7 +214,7 @@ def prepare_data(
 
 
 def check_rows(task: Task, options: TextOptions) -> None:
-    """Raises `UserError` unless rows are data for the task."""
+    """Raise `UserError` unless rows are data for the task."""
     if not task.reads_text or task.reads_features:
         raise UserError(
             field="--dataset",
@@ -254,7 +254,7 @@ def prepare_text(data: Path | Rows, options: TextOptions, *, folder: Path | None
 
 
 def check_data_path(path: str | Path) -> None:
-    """Raises `InvalidDataError` if there is nothing at ``path``."""
+    """Raise `InvalidDataError` if there is nothing at ``path``."""
     if not os.path.exists(path):  # which calls a path too long no mistake of its own
         raise InvalidDataError(
             found=f"nothing at {path}",
@@ -271,7 +271,7 @@ def mask_token(data: str | Path | Rows, options: TextOptions) -> int | None:
 
 
 def check_vocabulary(options: TextOptions, vocab_size: int) -> None:
-    """Raises `InvalidDataError` if the tokenizer has more tokens than the model."""
+    """Raise `InvalidDataError` if the tokenizer has more tokens than the model."""
     needed = open_tokenizer(options.tokenizer).vocab_size
     if vocab_size < needed:
         what = "text, which is read as bytes" if options.tokenizer is None else str(options.tokenizer)
@@ -295,7 +295,7 @@ def _key(data: Path | Rows, options: TextOptions, tokenizer: ByteTokenizer) -> s
 
 
 def _write(target: Path, path: Path | Rows, options: TextOptions, tokenizer: ByteTokenizer) -> None:
-    """Writes the token file as a whole or not at all."""
+    """Write the token file atomically."""
     texts = _limited(documents(path, text_key=options.text_key), options.max_bytes)
     scratch = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     dtype = smallest_type(tokenizer.vocab_size).removeprefix(".")

@@ -29,7 +29,7 @@ FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt
 _WRITTEN = re.compile(r"(?P<name>.+?)(?:@(?P<split>[^@/]+?))?(?::(?P<weight>[-+]?\d[\d.eE+-]*))?")
 _SAVED = "dataset_info.json"
 _MIXING_SEED = 0
-"""Of the draws of a mixture; the order in which a run reads rows is the run's own."""
+"""Seed for the draws of a mixture; the run's own seed decides the order in which it reads rows."""
 _ROWS_AT_ONCE = 1000
 
 
@@ -96,7 +96,7 @@ class Rows:
         return cls(tuple(sources))
 
     def __str__(self) -> str:
-        """What tells a run's data from others', as written."""
+        """Return the text that identifies a run's data."""
         parts = ((f"@{each.split}", each) for each in self.sources)
         return " ".join(
             Path(each.name).name + split * (split != "@train") + (f":{each.weight:g}" if each.weight else "")
@@ -145,7 +145,7 @@ def stored_files(rows: "Dataset") -> list[Any]:
 
 
 def check_columns(source: Source, rows: "Dataset", wanted: Sequence[str], expected: str) -> None:
-    """Raises `InvalidDataError` for rows without the columns that are wanted."""
+    """Raise `InvalidDataError` if rows lack a wanted column."""
     if not set(wanted) <= set(rows.column_names):
         raise InvalidDataError(
             found=f"columns {', '.join(rows.column_names)} in {source.name}@{source.split}",

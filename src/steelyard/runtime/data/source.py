@@ -1,4 +1,4 @@
-"""What ``--data PATH`` means for a model: token files are read as they are, text is tokenized, others are folders.
+"""Data of ``--data PATH`` for a model: token files are read unchanged, text is tokenized, other data are folders.
 
 | model                 | a folder                                                                                     |
 |-----------------------|----------------------------------------------------------------------------------------------|
@@ -79,7 +79,7 @@ class OwnData:
         self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
 
     def read(self, samples: list[int]) -> Any:
-        """What the sample that was planned with is, for these samples."""
+        """Return these samples as one batch, in the structure of the sample that was planned with."""
         rows = [self._order.data_sample(sample) for sample in samples]
         taken = iter(torch.stack([each[row : row + 1][0] for row in rows]) for each in self._tensors)
         leaves = [next(taken) if isinstance(each, Tensor) else each for each in self._leaves]
@@ -272,7 +272,7 @@ def _read_image(file: Path, shape: tuple[int, int, int]) -> np.ndarray:
 
 
 NO_SAMPLE = -1
-"""In the place of a sample: nothing to read, and no target."""
+"""Placeholder for a sample: nothing to read, and no target."""
 
 
 class CompletionData:
