@@ -122,7 +122,7 @@ def _sizes(chain: ModelChain, model: Any) -> _Sizes:
 
 
 def _shares(layers: Collection[tuple[int, Strategy]], sizes: _Sizes, place: int) -> Iterator[int]:
-    """The entries of each dim that is cut into shards which the rank at ``place`` in its stage holds."""
+    """Yield the entries of each dim that is cut into shards which the rank at ``place`` in its stage holds."""
     for layer_type, strategy in layers:
         first_dims, of_experts = sizes[layer_type]
         divided = {size // strategy.tensor_degree for size in first_dims if size % strategy.tensor_degree == 0}
@@ -157,7 +157,7 @@ class RankMemory:
 def dry_run(
     plan: Plan, rank: int, *, backend: Backend, every_microbatch: bool = False, builder: str | None = None
 ) -> RankMemory:
-    """The memory of one rank of a plan; ``builder`` builds the user's own module that it is for.
+    """Return the memory of one rank of a plan; ``builder`` builds the user's own module that it is for.
 
     ``backend`` is what real processes would communicate with. ``every_microbatch`` runs them all, where usually those
     that repeat others are left out. Raises `UserError` in a process that already has a process group.
@@ -189,7 +189,7 @@ def dry_run_all(
     every_microbatch: bool = False,
     builder: str | None = None,
 ) -> Iterator[RankMemory]:
-    """The memory of several ranks in their order, found by up to ``num_processes`` processes at once."""
+    """Yield the memory of several ranks in their order, found by up to ``num_processes`` processes at once."""
     work = partial(dry_run, plan, backend=backend, every_microbatch=every_microbatch, builder=builder)
     num_processes = min(num_processes, len(ranks))
     if num_processes == 1:
@@ -204,7 +204,7 @@ _SEEN: FakeOpCache[None] = FakeOpCache()
 
 
 def _shortened(plan: Plan, rank: int) -> Plan:
-    """The plan with fewer microbatches of the same size, where the others would repeat them.
+    """Return the plan with fewer microbatches of the same size, where the others would repeat them.
 
     On one stage the first makes the gradients, the last reduces them, and those between are alike; on more the schedule
     knows.
@@ -219,7 +219,7 @@ def _shortened(plan: Plan, rank: int) -> Plan:
 
 
 def _with_microbatches(peak: Peak, left_out: int, model: ParallelModel) -> Peak:
-    """The peak with what microbatches that were left out hold throughout the step: their token ids."""
+    """Return the peak with what microbatches that were left out hold throughout the step: their token ids."""
     terms = Counter(peak.terms)
     samples = len(model.input_samples() or []) + len(model.label_samples() or [])
     token_bytes = samples * (model.plan.seq_len + 1) * torch.long.itemsize
@@ -228,7 +228,7 @@ def _with_microbatches(peak: Peak, left_out: int, model: ParallelModel) -> Peak:
 
 
 def _two_steps(model: ParallelModel, storages: LiveStorages, read: Callable[[int], Any]) -> list[Peak]:
-    """The peaks of the first and the second step; ``read`` gives so many samples."""
+    """Return the peaks of the first and the second step; ``read`` gives so many samples."""
     optimizers = make_optimizers(model, TrainOptions())
     storages.assign("parameters", model.parameters())
     _follow_passes(model, storages)
@@ -324,7 +324,7 @@ def _unsharded_gradients(model: ParallelModel) -> Iterator[Tensor]:
 
 
 def _gathered(model: ParallelModel) -> Iterator[tuple[str, list[Tensor]]]:
-    """The whole parameters of each sharded layer, with the term under which they count."""
+    """Yield the whole parameters of each sharded layer, with the term under which they count."""
     for strategy, group in _fsdp_groups(model):
         tensors = [each for parameter in group.fsdp_params for each in parameter.all_gather_outputs]
         unsharded = (getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params)

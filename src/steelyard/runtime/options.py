@@ -35,7 +35,7 @@ LEAST_LR_SHARE = 0.1
 
 
 def parse_yes(text: str) -> bool:
-    """Whether ``text`` says yes; raises ValueError where it says neither yes nor no."""
+    """Return whether ``text`` says yes. Raises `ValueError` if it says neither yes nor no."""
     values = {"yes": True, "true": True, "no": False, "false": False}
     return values[text.lower()] if text.lower() in values else bool(int(text))
 
@@ -173,7 +173,7 @@ class TrainOptions:
 
     @property
     def beta_pair(self) -> tuple[float, float]:
-        """The decay rates of the optimizer's moments; raises `UserError` for what are not two numbers."""
+        """Decay rates of the optimizer's moments. Raises `UserError` unless they are two numbers."""
         try:
             first, second = map(float, self.betas.split(","))
         except ValueError:
@@ -199,7 +199,7 @@ class TrainOptions:
         return Rows.parse([str(self.eval_data)])
 
     def of_run(self, data: str | Path | Rows) -> dict[str, str]:
-        """The options that decide what is trained, as text."""
+        """Return the options that decide what is trained, as text."""
         given = {name: getattr(self, name) for name in RUN_OPTIONS[1:]}
         given["min_lr"] = f"{LEAST_LR_SHARE:g} of lr" if self.min_lr is None else self.min_lr
         texts = {name: each if isinstance(each, str) else repr(float(each)) for name, each in given.items()}
@@ -228,14 +228,14 @@ class TrainOptions:
         )
 
     def arguments(self) -> list[str]:
-        """The command-line arguments that a parser with `add_train_options` reads back to equal options."""
+        """Return the command-line arguments that a parser with `add_train_options` reads back to equal options."""
         given = ((flag(option), getattr(self, option.name)) for option in fields(self))
         values = ((name, each) for name, value in given for each in (value if isinstance(value, tuple) else [value]))
         return [part for name, value in values if value is not None for part in (name, str(value))]
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> Self:
-        """The options in the result of a parser that `add_train_options` prepared."""
+        """Return the options in the result of a parser that `add_train_options` prepared."""
         return cls(**{option.name: getattr(namespace, option.name) for option in fields(cls)})
 
 
@@ -245,7 +245,7 @@ def _wrong_betas(text: str) -> UserError:
 
 
 def flag(option: Field[Any]) -> str:
-    """The name of an option on the command line."""
+    """Return the name of an option on the command line."""
     return "--" + option.name.replace("_", "-")
 
 

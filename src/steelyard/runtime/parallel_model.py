@@ -93,11 +93,11 @@ class ParallelModel:
         return self.mesh.stage_index == self.plan.num_stages - 1
 
     def input_samples(self) -> list[int] | None:
-        """The samples of the global batch whose tokens this rank reads, in order; None if it reads none."""
+        """Return the samples of the global batch whose tokens this rank reads, in order; None if it reads none."""
         return self._samples(self.plan.strategies[0]) if self.mesh.stage_index == 0 else None
 
     def label_samples(self) -> list[int] | None:
-        """The samples of the global batch whose labels this rank reads, in order; None if it reads none."""
+        """Return the samples of the global batch whose labels this rank reads, in order; None if it reads none."""
         return self._samples(self.plan.strategies[-1]) if self.is_last_stage else None
 
     @property
@@ -214,7 +214,7 @@ class ParallelModel:
             return self._step_microbatches(tokens_BS, {k: each for k, each in targets.items() if each is not None})
 
     def _mean_loss(self, losses: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The loss of a global batch, and the part of routers, where these are trained."""
+        """Return the loss of a global batch, and the routers' part if they are trained."""
         sums = torch.zeros(2, device=self.device)
         if losses:
             sums[0] = torch.stack(losses).sum() / self.plan.strategies[-1].tensor_degree
@@ -241,7 +241,7 @@ class ParallelModel:
         return concatenated.from_iterable(chunk.layers.named_parameters() for chunk in self.chunks)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's sharded parameters."""
+        """Yield this rank's sharded parameters."""
         return concatenated.from_iterable(chunk.layers.parameters() for chunk in self.chunks)
 
     def make_optimizers(self, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> list[Optimizer]:
@@ -448,7 +448,7 @@ def _numbers(samples: list[int]) -> Samples:
 
 
 def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed: int = 0) -> ParallelModel:
-    """This rank's part of ``model`` under ``plan``; call it on every process of the plan's world.
+    """Return this rank's part of ``model`` under ``plan``; call it on every process of the plan's world.
 
     ``model`` is an unmodified `transformers` causal language model of the plan's config. On the meta device it gets
     first weights that depend on ``seed`` alone, layer by layer; otherwise its weights are kept. Its modules are used in
@@ -471,7 +471,7 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
 
 
 def _unwrapped(model: nn.Module, plan: Plan) -> nn.Module:
-    """The model in one that its user has changed; raises `InvalidPlanError` if the plan has it not so."""
+    """Return the model in one that its user has changed. Raises `InvalidPlanError` if it is not as in the plan."""
     changed = changed_by_user(model)
     if changed is None:
         return model
@@ -489,7 +489,7 @@ def _unwrapped(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def parallelize_checked(model: PreTrainedModel | OwnModel, plan: Plan, seed: int) -> ParallelModel:
-    """This rank's part of a model that is known to be the plan's, as `parallelize` makes it."""
+    """Return this rank's part of a model that is known to be the plan's, as `parallelize` makes it."""
     device = current_device()
     return parallelize_on(build_mesh(plan, device.type), device, model, plan, seed=seed)
 
@@ -497,14 +497,14 @@ def parallelize_checked(model: PreTrainedModel | OwnModel, plan: Plan, seed: int
 def parallelize_on(
     mesh: PlanMesh, device: torch.device, model: PreTrainedModel | OwnModel, plan: Plan, *, seed: int
 ) -> ParallelModel:
-    """This rank's part of ``model`` on a mesh of the plan that exists already; else as `parallelize`."""
+    """Return this rank's part of ``model`` on a mesh of the plan that exists already; else as `parallelize`."""
     chain = plan.chain()
     chunks = build_chunks(model, plan, chain, mesh, seed=seed, device=device)
     return ParallelModel(plan, chain, mesh, chunks, device, seed=seed)
 
 
 def parallelize_plan(plan: Plan, *, seed: int = 0) -> ParallelModel:
-    """This rank's part of the plan's own model with first weights, as `parallelize` makes it."""
+    """Return this rank's part of the plan's own model with first weights, as `parallelize` makes it."""
     return parallelize(build_meta_model(plan.chain()), plan, seed=seed)
 
 

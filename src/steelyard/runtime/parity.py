@@ -103,7 +103,7 @@ def samples_of_step(chain: ModelChain, *, num_samples: int, seq_len: int, step: 
 
 
 def _without_padding(tokens: Tensor, chain: ModelChain) -> Tensor:
-    """The tokens with the one behind it in the place of that of padding, which some models read as no token."""
+    """Return the tokens with the one behind it in the place of that of padding, which some models read as no token."""
     parts = (chain.config, *(each for each in chain.config.values() if isinstance(each, Mapping)))
     padding = next((token for each in parts if isinstance(token := each.get("pad_token_id"), int)), None)
     return tokens if padding is None else tokens.masked_fill(tokens == padding, (padding + 1) % chain.vocab_size)
@@ -226,7 +226,7 @@ def _largest_difference(
     expected: Mapping[str, Tensor],
     value: Callable[[nn.Parameter], Tensor],
 ) -> tuple[float, str]:
-    """The largest difference of an entry, as a share of the largest entry of its tensor, and the tensor's name.
+    """Return the largest difference of an entry, as a share of the largest entry of its tensor, and the tensor's name.
 
     ``names`` are those of parameters in the unmodified model, by their path.
     """

@@ -36,7 +36,7 @@ STORAGE_METHOD = "live tensor storages"
 
 
 def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> AbstractContextManager[Any]:
-    """A context that measures the peak of what its body allocates together with ``tensors``, which live already.
+    """Return a context that measures the peak of what its body allocates together with ``tensors``, which live already.
 
     ``peak_bytes`` of what it yields is final when the context ends.
     """
@@ -130,7 +130,7 @@ class LiveStorages(FakeOpMode):
         self.peak_bytes, self._at_peak = self.live_bytes, (0, self.place)
 
     def peak(self) -> Peak:
-        """The peak since `begin`."""
+        """Return the peak since `begin`."""
         sizes, (num_events, place) = self._before.copy(), self._at_peak
         for identity, num_bytes in self._events[:num_events]:
             sizes[identity] += num_bytes
@@ -141,14 +141,14 @@ class LiveStorages(FakeOpMode):
         return Peak(terms={name: terms[name] for name in TERMS if terms[name]}, where=place)
 
     def assign(self, term: str, tensors: Iterable[Tensor]) -> None:
-        """Counts the storages of these tensors under ``term``, whatever they counted under before."""
+        """Count the storages of these tensors under ``term``, whatever they counted under before."""
         for tensor in chain.from_iterable(map(held_tensors, tensors)):
             key = tensor.untyped_storage()._cdata
             if key in self._live:
                 self._terms[self._live[key][0]] = term
 
     def assign_born_since(self, first: int, term: str) -> None:
-        """Counts what was born since `num_born` was ``first``, and lives and has no term yet, under ``term``."""
+        """Count what was born since `num_born` was ``first``, and lives and has no term yet, under ``term``."""
         for identity, _ in self._live.values():
             if identity >= first:
                 self._terms.setdefault(identity, term)
@@ -187,7 +187,7 @@ class LiveStorages(FakeOpMode):
 
 
 def held_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that have the memory of ``tensor``.
+    """Return the tensors that have the memory of ``tensor``.
 
     A DTensor and the result of a collective only wrap another; a quantized state is made of several.
     """

@@ -130,7 +130,7 @@ class Persistence:
             self._lock = lock_folder(self._options.checkpoint_dir)
 
     def first_sample(self, step: int) -> int:
-        """The first sample of a step (from 0): a resumed run goes on after the samples that were read."""
+        """Return the first sample of a step (from 0): a resumed run goes on after the samples that were read."""
         return self.num_samples + (step - self.num_steps) * self._model.plan.global_batch
 
     def after_step(self, num_steps: int, *, is_stopping: bool) -> None:
@@ -206,7 +206,7 @@ class Persistence:
 
 
 def _keep_lines(metrics: Path | None, num_steps: int) -> None:
-    """Drops from a file of metrics the steps that will be trained again."""
+    """Drop from a file of metrics the steps that will be trained again."""
     if metrics is not None and metrics.is_file():
         kept = []
         for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):

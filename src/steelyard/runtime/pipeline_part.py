@@ -80,7 +80,7 @@ class ActivationLayout:
         return found
 
     def block_of(self, rank: int) -> tuple[int, int]:
-        """The block that a rank holds."""
+        """Return the block that a rank holds."""
         return self._index(rank, _SAMPLES), self._index(rank, _TOKENS)
 
     def holder(self, block: tuple[int, int], target: int) -> int:
@@ -90,12 +90,12 @@ class ActivationLayout:
         return own if own in ranks else ranks[target % len(ranks)]
 
     def samples_of(self, block: tuple[int, int], count: int) -> list[tuple[int, int, int]]:
-        """The samples of a block out of ``count``: first, end, and where the first lies in the block."""
+        """Return the samples of a block out of ``count``: first, end, and where the first lies in the block."""
         size = count // self._degree(_SAMPLES)
         return [(block[0] * size, block[0] * size + size, 0)]
 
     def tokens_of(self, block: tuple[int, int], count: int) -> list[tuple[int, int, int]]:
-        """The tokens of a block out of ``count`` as they read: runs, each as `samples_of` has it."""
+        """Return the tokens of a block out of ``count`` as they read: runs, each as `samples_of` has it."""
         size = count // self._degree(_TOKENS)
         first, end = block[1] * size, block[1] * size + size
         pieces = rank_order(self.head_tail_degree) if self.head_tail_degree > 1 else [0]
@@ -163,7 +163,7 @@ def _layout(plan: Plan, layer: int, first_rank: int) -> ActivationLayout:
 
 
 def _even(layout: ActivationLayout, plan: Plan) -> ActivationLayout:
-    """The layout without copies, if a microbatch has enough samples."""
+    """Return the layout without copies, if a microbatch has enough samples."""
     letters = layout.letters.replace(Placed.WHOLE.value, Placed.BATCH.value)
     degree = prod(size for size, letter in zip(layout.sizes, letters, strict=True) if letter in _SAMPLES)
     return layout if plan.microbatch_samples % degree else replace(layout, letters=letters)
@@ -264,7 +264,7 @@ class PipelinePart(PipelineStage):
         self._sent_activations.clear()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The sends of an activation that the schedule has to begin."""
+        """Return the sends of an activation that the schedule has to begin."""
         operations = self._sends(super().get_fwd_send_ops(fwd_chunk_id), self._exchange.leaving)
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
         if not _any_needs_gradient(outputs):
@@ -277,7 +277,7 @@ class PipelinePart(PipelineStage):
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The sends of a gradient that the schedule has to begin."""
+        """Return the sends of a gradient that the schedule has to begin."""
         if not self.has_backward:
             return []
         operations = self._sends(super().get_bwd_send_ops(bwd_chunk_id), self._exchange.returning)
@@ -288,17 +288,17 @@ class PipelinePart(PipelineStage):
         return []
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of an activation that the schedule has to begin."""
+        """Return the receives of an activation that the schedule has to begin."""
         return self._receive(self.args_recv_info[fwd_chunk_id], self._exchange.arriving)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of a gradient that the schedule has to begin."""
+        """Return the receives of a gradient that the schedule has to begin."""
         if not self.has_backward:
             return []
         return self._receive(self.grad_recv_info[bwd_chunk_id], self._exchange.coming_back)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **keywords: Any) -> Any:
-        """The output for a microbatch; autograd and torch's own cache alone hold what arrived from then on."""
+        """Return the output for a microbatch; autograd and torch's own cache alone hold what arrived from then on."""
         self._put_together(self.args_recv_info[fwd_chunk_id])
         output = super().forward_one_chunk(fwd_chunk_id, *arguments, **keywords)
         self._let_go(self.args_recv_info[fwd_chunk_id])
@@ -386,7 +386,7 @@ class PipelinePart(PipelineStage):
         return received_result
 
     def _let_go(self, recv_infos: tuple[Any, ...]) -> None:
-        """Forgets what was received, and lets the schedule's variables forget it."""
+        """Forget what was received, and make the schedule's variables forget it."""
         self._receives.pop(recv_infos, []).clear()
         for info in recv_infos:
             if info.buffer is not None:

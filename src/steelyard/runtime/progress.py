@@ -75,7 +75,7 @@ def step_metrics(number: int, step: Step, plan: Plan) -> Metrics:
 
 
 def progress_line(of: Metrics, num_steps: int, *, counts_tokens: bool, samples: str = "images") -> str:
-    """The line of progress."""
+    """Return the line of progress."""
     parts = [f"step {of['step']:>{len(str(num_steps))}}/{num_steps}", f"loss {of['loss']:.4f}"]
     if "router_loss" in of:
         parts.append(f"main {of['main_loss']:.4f}  routers {of['router_loss']:.3f}")
@@ -98,7 +98,7 @@ def progress_line(of: Metrics, num_steps: int, *, counts_tokens: bool, samples: 
 
 
 def model_flop_utilisation(plan: Plan, step_s: float) -> float | None:
-    """The share of the devices' peak rate that a step of ``step_s`` seconds makes use of."""
+    """Return the share of the devices' peak rate that a step of ``step_s`` seconds makes use of."""
     prediction = plan.prediction
     if prediction is None or prediction.mfu is None:
         return None
@@ -157,7 +157,7 @@ def _tensorboard(folder: Path) -> Iterator[Callable[[Metrics], None]]:
 
 @contextmanager
 def _tracker(name: str, plan: Plan, options: TrainOptions) -> Iterator[Callable[[Metrics], None]]:
-    """Reports to an experiment tracker of accelerate, with the options of the run and the plan's name of the model."""
+    """Report to an experiment tracker of accelerate, with the options of the run and the plan's name of the model."""
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 

@@ -102,7 +102,7 @@ def shard_layer(
 
 
 def _state_mesh(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
-    """The ranks that shard states; where shards are replicated, an axis of replicas before that of shards."""
+    """Return the ranks that shard states; where shards are replicated, an axis of replicas before that of shards."""
     return DeviceMesh._concatenate([replicas, shards]) if replicas.size() > 1 else shards
 
 
@@ -142,7 +142,7 @@ class LayerLoop(nn.Module):
         return any(share is not None for share in self._dropout_shares)
 
     def forward(self, inputs: Flow, context: LayerContext, dropout_seed: tuple[int, ...]) -> Flow:
-        """The output of the last layer, and behind it the statistics of routers where these are trained.
+        """Return the output of the last layer, followed by the statistics of routers if these are trained.
 
         ``dropout_seed`` is of this step and microbatch.
         """
@@ -265,7 +265,7 @@ class StageModule(nn.Module):
             self.loop.reset_iter_state()  # FSDP forgets what it noted of forward passes in a backward pass alone
 
     def end_evaluation(self) -> None:
-        """Frees what forward passes without backward passes have left: copies that compute, and gathered layers."""
+        """Free the compute-dtype copies and gathered layers that forward passes without backward passes have left."""
         self.replicas.begin_step(0)
         if isinstance(self.loop, FSDPModule):
             self.loop.reset_iter_state()

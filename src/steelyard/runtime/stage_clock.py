@@ -30,7 +30,7 @@ class StageClock:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Counts its body; a body inside another is counted once."""
+        """Count its body; a body inside another is counted once."""
         with self._counted("worked"):
             yield
 
@@ -55,7 +55,7 @@ class StageClock:
         return worked_s, max(0.0, worked_s - waited_s)
 
     def watch(self, stage: PipelineStage) -> None:
-        """Counts the passes of a pipeline stage, whichever schedule runs them."""
+        """Count the passes of a pipeline stage, whichever schedule runs them."""
         for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
             setattr(stage, name, self._timed(getattr(stage, name)))
 

@@ -43,7 +43,7 @@ class SharedGradient:
         self._adds = adds
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter repeats one that is counted elsewhere."""
+        """Return whether the parameter repeats one that is counted elsewhere."""
         return any(parameter is copy for copy in self._copies[1 if self._has_first else 0 :])
 
     @torch.no_grad()

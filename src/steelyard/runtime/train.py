@@ -162,7 +162,7 @@ class SlownessWatch:
         self._found: tuple[SlowRank, ...] = ()
 
     def after_step(self, number: int, own_s: float) -> tuple[SlowRank, ...]:
-        """The slow ranks of the last comparison; ``number`` counts the steps of this run from 0."""
+        """Return the slow ranks of the last comparison; ``number`` counts the steps of this run from 0."""
         if self._share <= 0 or number < MAX_WARMUP_STEPS:
             return ()
         self._seen_s.append(own_s)
@@ -306,7 +306,7 @@ class _Trainer:
 
 
 def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
-    """The record of a run, the same on every rank; a collective call."""
+    """Return the record of a run, the same on every rank; a collective call."""
     plan = trainer.model.plan
     slowest_s = torch.tensor([step.time_s for step in steps], dtype=torch.float64, device=trainer.model.device)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)

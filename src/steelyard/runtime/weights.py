@@ -66,7 +66,7 @@ class StoredParameter:
         return (len(self.entries), *joined) if self.is_stacked else joined
 
     def read(self, open_tensor: OpenTensor, slices: tuple[slice, ...]) -> Tensor:
-        """A part of the parameter; of the files nothing else is read."""
+        """Return a part of the parameter; of the files nothing else is read."""
         if self.apart > 1:
             *others, parts, columns = slices
             width = self.shape(open_tensor)[-1]
@@ -260,7 +260,7 @@ class WeightFolder:
         return list(self._files)
 
     def tensor(self, name: str) -> Any:
-        """A tensor of which parts can be read; raises `InvalidCheckpointError` if its file does not have it."""
+        """Return a tensor of which parts can be read. Raises `InvalidCheckpointError` if its file does not have it."""
         file = self._files[name]
         if file not in self._opened:
             self._opened[file] = self._stack.enter_context(_open(self.path / file))
@@ -301,7 +301,7 @@ def _is_compared(key: str) -> bool:
 
 
 def _compared(value: Any) -> Any:
-    """An entry of a config without what is not compared in the configs of parts."""
+    """Return an entry of a config without what is not compared in the configs of parts."""
     if not isinstance(value, Mapping):
         return value
     return {key: _compared(each) for key, each in value.items() if _is_compared(str(key))}
@@ -353,7 +353,7 @@ def export_weights(
 
 
 def _tensor_files(path: Path) -> dict[str, str]:
-    """The file of every tensor in a folder."""
+    """Return the file of every tensor in a folder."""
     index = path / INDEX_FILE
     if index.is_file():
         try:

@@ -29,7 +29,7 @@ class SampleOrder:
     seed: int
 
     def data_sample(self, sample: int) -> int:
-        """The data sample, from 0 to ``num_samples`` - 1, that the run reads as its ``sample``-th."""
+        """Return the data sample, from 0 to ``num_samples`` - 1, that the run reads as its ``sample``-th."""
         epoch, place = divmod(sample, self.num_samples)
         half_bits = max(1, ((self.num_samples - 1).bit_length() + 1) // 2)
         key = mixed(mixed(self.seed) ^ epoch)
@@ -44,7 +44,7 @@ class SampleOrder:
 
 
 def rank_samples(*, global_batch: int, num_microbatches: int, degree: int, index: int) -> list[int]:
-    """The samples of a global batch that share ``index`` of ``degree`` trains on, microbatch after microbatch.
+    """Return the samples of a global batch that share ``index`` of ``degree`` trains on, microbatch after microbatch.
 
     A microbatch is a run of neighbouring samples, and each share of it too.
     """
@@ -56,7 +56,7 @@ def rank_samples(*, global_batch: int, num_microbatches: int, degree: int, index
 
 
 def mixed(value: int) -> int:
-    """A 64-bit number that depends on every bit of ``value``."""
+    """Return a 64-bit number that depends on every bit of ``value``."""
     value = (value + _GOLDEN) & _WORD
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD

@@ -48,7 +48,7 @@ class ByteTokenizer:
     """The token that stands for a hidden one, for bytes the first that is none; None where the vocabulary has none."""
 
     def encode(self, documents: Iterable[str]) -> Iterator[np.ndarray]:
-        """The bytes of each document and a zero byte."""
+        """Yield the bytes of each document and a zero byte."""
         for document in documents:
             yield np.frombuffer(document.encode() + b"\0", dtype=np.uint8)
 
@@ -91,12 +91,12 @@ class HubTokenizer(ByteTokenizer):
 
 
 def open_tokenizer(path: Path | None) -> ByteTokenizer:
-    """The tokenizer at ``path``, a ``tokenizer.json`` or the folder of one; bytes without a path."""
+    """Return the tokenizer at ``path``, a ``tokenizer.json`` or the folder of one; bytes without a path."""
     return ByteTokenizer() if path is None else HubTokenizer(path)
 
 
 def _special_tokens(config: Path) -> dict[str, str]:
-    """The special tokens that a tokenizer's config names, each by its text."""
+    """Return the special tokens that a tokenizer's config names, each by its text."""
     if not config.is_file():
         return {}
     try:
@@ -121,7 +121,7 @@ _PROBED_BYTES = 1 << 16
 
 
 def documents(path: Path | Rows, *, text_key: str) -> Iterator[str]:
-    """The documents at ``path`` in order; raises `InvalidDataError` for a row that has no text."""
+    """Yield the documents at ``path`` in order. Raises `InvalidDataError` for a row that has no text."""
     if isinstance(path, Rows):
         yield from path.documents(text_key)
         return
@@ -141,7 +141,7 @@ def documents(path: Path | Rows, *, text_key: str) -> Iterator[str]:
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file at ``path``, or the text files below the folder, in the order in which they are read."""
+    """Return the file at ``path``, or the text files below the folder, in the order in which they are read."""
     if path.is_file():
         return [path]
     found: list[Path] = []
@@ -232,7 +232,7 @@ def check_rows(task: Task, options: TextOptions) -> None:
 
 
 def prepare_text(data: Path | Rows, options: TextOptions, *, folder: Path | None = None) -> Path:
-    """The token file of text, written now if it is new.
+    """Return the token file of text, written now if it is new.
 
     ``folder`` is that of the cache. Raises `InvalidDataError` where there is no text or no room to write.
     """
@@ -264,7 +264,7 @@ def check_data_path(path: str | Path) -> None:
 
 
 def mask_token(data: str | Path | Rows, options: TextOptions) -> int | None:
-    """The token that hides another: as given, else the tokenizer's."""
+    """Return the token that hides another: as given, else the tokenizer's."""
     if options.mask_token is not None or (not isinstance(data, Rows) and is_token_file(Path(data))):
         return options.mask_token
     return open_tokenizer(options.tokenizer).mask_token
@@ -328,7 +328,7 @@ def _write(target: Path, path: Path | Rows, options: TextOptions, tokenizer: Byt
 
 
 def _limited(texts: Iterator[str], max_bytes: int | None) -> Iterator[str]:
-    """The beginning of the documents: ``max_bytes`` bytes in all, the last one cut between characters."""
+    """Yield the beginning of the documents: ``max_bytes`` bytes in all, the last one cut between characters."""
     if max_bytes is None:
         yield from texts
         return

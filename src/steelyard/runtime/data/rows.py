@@ -42,7 +42,7 @@ class Source:
     weight: float | None
 
     def load(self) -> "Dataset":
-        """Return the rows; raises `InvalidDataError` where there are none."""
+        """Return the rows. Raises `InvalidDataError` if there are none."""
         datasets = _datasets()
         path = Path(self.name)
         if not path.exists() and (path.suffix in FILE_SUFFIXES or path.is_absolute()):
@@ -76,7 +76,7 @@ class Rows:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Self:
-        """Read sources as they are written; raises `InvalidDataError` for weights that make no mixture."""
+        """Read sources as they are written. Raises `InvalidDataError` for weights that make no mixture."""
         sources = []
         for text in texts:
             found = _WRITTEN.fullmatch(text)
@@ -104,7 +104,7 @@ class Rows:
         )
 
     def documents(self, column: str) -> Iterator[str]:
-        """Yield the texts of a column; raises `InvalidDataError` for a row that has none."""
+        """Yield the texts of a column. Raises `InvalidDataError` for a row that has none."""
         parts = [(each, each.load()) for each in self.sources]
         for source, rows in parts:
             check_columns(source, rows, (column,), "the column of the text: --text-key")
@@ -164,7 +164,7 @@ def _wrong_weights(texts: Sequence[str]) -> InvalidDataError:
 
 
 def _datasets() -> Any:
-    """Return the package, which says nothing by itself; raises `InvalidDataError` where it is not installed."""
+    """Return the package, which says nothing by itself. Raises `InvalidDataError` if it is not installed."""
     try:
         import datasets
     except ImportError as error:
