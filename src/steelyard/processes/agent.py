@@ -1,4 +1,4 @@
-"""torchrun, with the exit codes of failed processes as data: what `steelyard.processes.start` starts.
+"""Wrapper of torchrun that reports the exit codes of failed processes as data; `steelyard.processes.start` starts it.
 
 Takes torchrun's own arguments. torchrun starts the processes, watches them, and ends all when one fails; it prints a
 wall of text about it, which is left out here because the launcher shows the first error itself.
@@ -34,16 +34,17 @@ from steelyard.processes.start import RESTARTS_VARIABLE
 from steelyard.processes.stop import END_SIGNAL, STOP_SIGNALS
 
 _GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""The ports that Linux gives to whoever asks for any."""
+"""Ephemeral port range of Linux."""
 _SPAN = 8192
 _MOST_TRIES = 64
 
 
 def free_port(candidates: Iterable[int] | None = None) -> int:
-    """A free port of this host that no other process is given before the one it is for listens on it, seconds later.
+    """Return a free port of this host that the system assigns to no other process in the next seconds.
 
-    torchrun takes one that the system gives to whoever asks for any, as do all connections of other runs meanwhile.
-    ``candidates`` are by default some below those; where there are none, or all are taken, any free port is returned.
+    torchrun uses an ephemeral port, which a connection of another run can take before the process listens on it.
+    ``candidates`` default to random ports below the ephemeral range; if there are none, or all are taken, any free
+    port is returned.
     """
     if candidates is None:
         try:
@@ -61,7 +62,7 @@ def free_port(candidates: Iterable[int] | None = None) -> int:
 
 
 def _bound(port: int) -> int:
-    """The port, if it can be bound; raises `OSError` else."""
+    """Return the port if it can be bound. Raises `OSError` if not."""
     with socket.socket() as free:
         free.bind(("", port))
         number: int = free.getsockname()[1]
@@ -72,9 +73,9 @@ _MOST_PROCESSES = 1024
 
 
 class QuietLogs(DefaultLogsSpecs):
-    """What every process of a host but the first writes to stderr goes to a file.
+    """Log settings that write stderr to a file for every process of a host except the first.
 
-    torchrun's option ``--redirects`` names ten processes at most.
+    torchrun's option ``--redirects`` names at most ten processes.
     """
 
     def __init__(self, log_dir: str | None = None, redirects: Any = None, **options: Any) -> None:
@@ -85,7 +86,7 @@ class QuietLogs(DefaultLogsSpecs):
 def start_in_this_session(
     handler: SubprocessHandler, args: Sequence[str], env: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """As torchrun does it, in a process group of its own (torchrun ends the group) but not in a session of its own."""
+    """Start a process in a new process group, which torchrun ends, but in this session instead of a new one."""
     return subprocess.Popen(args, env=env, stdout=handler._stdout, stderr=handler._stderr, process_group=0)
 
 
@@ -93,12 +94,12 @@ _close = SubprocessHandler.close
 
 
 def _end_at_once(handler: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
-    """torchrun asks processes to end by SIGTERM when one has failed; here they would first try to save."""
+    """End processes by `END_SIGNAL` instead of torchrun's SIGTERM, because at SIGTERM they would first try to save."""
     _close(handler, END_SIGNAL if death_sig in (None, signal.SIGTERM) else death_sig)
 
 
 def main(start_process: Callable[..., Any] = start_in_this_session) -> None:
-    """Runs torchrun; ends with the code of the process that failed first, 1 if a signal ended it.
+    """Run torchrun; exit with the code of the process that failed first, or 1 if a signal ended it.
 
     ``start_process`` takes torchrun's handler, the arguments and the environment, and returns a `subprocess.Popen`.
     """

@@ -19,7 +19,7 @@ from steelyard.processes.failure import failures_folder
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """SIGUSR1 is the usual warning before a time limit: ``sbatch --signal=USR1@300``."""
 END_SIGNAL = signal.SIGHUP
-"""Ends torchrun's agent, and its processes, at once: they leave the default action to it."""
+"""Signal that ends torchrun's agent and its processes at once; the processes keep its default action."""
 _FILE = "stop"
 
 
@@ -34,7 +34,7 @@ class StoppedError(RuntimeError):
 
 
 class EndedError(BaseException):
-    """A signal asks the command to end; it does so as after an error, and leaves nothing behind."""
+    """A signal ended the command, which cleans up as after an error."""
 
     def __init__(self, number: int, why: str = "") -> None:
         super().__init__(f"ended by {signal.Signals(number).name}{why}")
@@ -78,7 +78,7 @@ class StopWatch:
         folder = failures_folder()
         self._file = None if folder is None else folder / _FILE
         self.number: int = signal.SIGTERM
-        """The signal; SIGTERM where another host got it."""
+        """The signal received; SIGTERM if another host received it."""
         self._is_asked = False
 
     def __call__(self, number: int, _frame: object) -> None:

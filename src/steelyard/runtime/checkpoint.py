@@ -1,8 +1,8 @@
-"""Checkpoints of a run: written beside the training by `torch.distributed.checkpoint`, read under any plan.
+"""Checkpoints of a run: written asynchronously by `torch.distributed.checkpoint`, read under any plan.
 
-A save copies the state to memory of the CPU while training waits, then a thread of every rank writes its part while
-training goes on; the copy and the writing take as much memory as the rank's share of parameters and optimizer states.
-One save is under way at a time: the next waits for it. The first rank completes a checkpoint when all have written
+A save copies the state to CPU memory while training waits, then a thread of every rank writes its part while training
+continues; the copy and the writing need as much memory as the rank's share of parameters and optimizer states. One save
+is in progress at a time: the next waits for it. The first rank completes a checkpoint when all have written
 (`steelyard.runtime.checkpoint_folder` says how), so all ranks must see one folder.
 
 A checkpoint may be anyone's: no code of it runs. The description of its tensors (``.metadata``) is a pickle, which may
@@ -82,7 +82,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,
 }
-"""What a description may name, by module and name. The path where it was written is of no use and stays a name."""
+"""Objects that a description may name, by module and name. A path is not used and stays a pure path."""
 
 
 class CheckpointReader(FileSystemReader):
@@ -102,7 +102,7 @@ class CheckpointReader(FileSystemReader):
             raise damaged(f"{file}: {_words(error)}") from error
 
     def read_metadata(self) -> Metadata:
-        """The description. torch looks for others, one of each rank, only where this takes keyword arguments."""
+        """Return the description. torch looks for one per rank only if this method takes keyword arguments."""
         return self._metadata
 
 
@@ -154,17 +154,17 @@ class Checkpointer:
     ) -> None:
         self._folder, self._keep_last = folder, keep_last
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        """Apart from the groups of training, whose collectives go on meanwhile."""
+        """Process group separate from those of training, whose collectives continue during a save."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self.last_step = 0
-        """Of the last checkpoint that this object has completed, as this rank knows it; 0 before the first."""
+        """Step of the last checkpoint that this object has completed, as known to this rank; 0 before the first."""
         on_first_rank(lambda: prepare_folder(folder, resumed=resumed, known=known, sets_aside=sets_aside), self._group)
 
     def save(self, state: RunState, info: CheckpointInfo, device: torch.device, *, folder: Path | None = None) -> None:
-        """Starts to write a checkpoint, into another ``folder`` if it is given; the state may change once this returns.
+        """Start to write a checkpoint, into another ``folder`` if given; the state may change after this returns.
 
-        Waits for the save before. Raises `InvalidCheckpointError` if that one failed.
+        Waits for the previous save. Raises `InvalidCheckpointError` if that one failed.
         """
         self.wait()
         folder = folder or self._folder
@@ -181,12 +181,12 @@ class Checkpointer:
         self._pending = self._thread.submit(self._complete, written, folder, info, files.checksums)
 
     def check(self) -> None:
-        """Raises `InvalidCheckpointError` if a save has failed; returns at once if it is still under way."""
+        """Raise `InvalidCheckpointError` if a save has failed; return at once if it is still in progress."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the checkpoint under way is complete; raises `InvalidCheckpointError` if it failed."""
+        """Wait until the checkpoint in progress is complete. Raises `InvalidCheckpointError` if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -206,21 +206,21 @@ class Checkpointer:
 
 
 class SummedFiles(FileSystem):
-    """Files whose CRC-32 is taken of what is written, so that it tells what the disk makes of it later."""
+    """File system that takes the CRC-32 of the bytes written, so that later corruption on disk is detected."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, int] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        """As the method of torch, which opens a file to write it from the beginning to the end."""
+        """Open a file for writing from beginning to end, like torch's method, and keep its checksum."""
         assert mode == "wb", "made for writing"
         with _SummedFile(io.FileIO(path, mode)) as file:
             yield file
         self.checksums[Path(path).name] = file.checksum
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """As the method of torch."""
+        """Rename a file, like torch's method, and keep its checksum under the new name."""
         super().rename(path, new_path)
         self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
 
@@ -236,10 +236,10 @@ class _SummedFile(io.BufferedWriter):
 def whole_checkpoint(
     find: Callable[[Mapping[Path, str]], tuple[Path, list[str]] | None],
 ) -> tuple[tuple[Path, list[str]] | None, dict[Path, str]]:
-    """What ``find`` returns on the first rank, a checkpoint whose files are as they were written, and notices.
+    """Return the first checkpoint that ``find`` offers on the first rank whose file contents are intact, with notices.
 
-    ``find`` gets the faults that were found inside the files of checkpoints so far, which are returned too. A
-    collective call: every rank reads a share of the files, as often as ``find`` has another checkpoint to offer.
+    ``find`` gets the faults found so far inside the files of checkpoints; they are returned as well. A collective
+    call: every rank reads a share of the files of each checkpoint that ``find`` offers.
     """
     known: dict[Path, str] = {}
     while (found := on_first_rank(lambda: find(known))) is not None:
@@ -254,9 +254,9 @@ def whole_checkpoint(
 
 
 def read_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.device) -> CheckpointInfo:
-    """Reads a checkpoint into the tensors of ``state``, whatever plan it was written under; a collective call.
+    """Read a checkpoint written under any plan into the tensors of ``state``; a collective call.
 
-    Under the same plan the random generators are set too, so that the run goes on bit by bit. Raises
+    Under the same plan the random generators are also set, so that the run continues bit by bit. Raises
     `InvalidCheckpointError` if the checkpoint is damaged, or of another model or optimizer.
     """
     info = read_info(path)
@@ -322,14 +322,14 @@ def _not_written(error: BaseException, part: Path) -> InvalidCheckpointError:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """The error of one rank inside those that `torch.distributed.checkpoint` collects."""
+    """Return the error of one rank from those that `torch.distributed.checkpoint` collects."""
     while isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return error
 
 
 def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """What ``work`` returns on the first rank, on every rank; so is the mistake of the user that it raises."""
+    """Run ``work`` on the first rank and return its result on every rank, or raise its `InvalidCheckpointError`."""
     found: list[tuple[Result | None, dict[str, str] | None]] = [(None, None)]
     if dist.get_rank() == 0:
         try:
@@ -347,7 +347,7 @@ _NUM_STEPS = "steelyard.num_steps"
 
 
 def save_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:
-    """Writes parameters, optimizer states and the number of steps to a folder; a collective call.
+    """Write parameters, optimizer states and the number of steps to a folder; a collective call.
 
     The folder holds a checkpoint of `torch.distributed.checkpoint` with the names of `steelyard.runtime.state`.
     """
@@ -359,7 +359,7 @@ def save_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], fol
 
 
 def load_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:
-    """Reads what `save_checkpoint` wrote under this or any other plan of the model, in place; a collective call."""
+    """Read a checkpoint of `save_checkpoint`, written under any plan of the model, in place; a collective call."""
     steps, reader = {_NUM_STEPS: torch.tensor(0)}, CheckpointReader(Path(folder))
     _read_state(reader, RunState(trainer, optimizers))
     _read(reader, steps)

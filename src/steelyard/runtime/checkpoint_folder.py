@@ -40,40 +40,40 @@ _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(part|old)")
 _LOCK_FILE = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""How a file system says that it has none."""
+"""Error numbers of a file system without locks."""
 _CHUNK_BYTES = 1 << 20
 Position = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class CheckpointInfo(BaseModel):
-    """What a checkpoint says of its run beside the tensors."""
+    """Metadata of a checkpoint about its run, stored alongside the tensors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: Literal[1] = 1
     step: Position
-    """Steps that were trained."""
+    """Number of steps trained."""
     num_samples: Position
-    """Samples that were read: the position in the data."""
+    """Number of samples read: the position in the data."""
     seed: int
-    """Of first weights and sample order."""
+    """Seed of the initial weights and the sample order."""
     data_samples: int
-    """Samples of one epoch, by which data is recognised."""
+    """Number of samples per epoch, used to recognise the data."""
     options: dict[str, str] = {}
-    """`TrainOptions.of_run`; nothing in files of before there was it."""
+    """`TrainOptions.of_run`; empty in older files."""
     model_name: str
     config_hash: str
     plan_hash: str
-    """Under the same plan a run resumes bit by bit."""
+    """Hash of the plan; a run resumes bit by bit under the same plan."""
     num_processes: int
     files: dict[str, int] = {}
-    """Size in bytes of every file beside this one."""
+    """Size in bytes of every other file."""
     checksums: dict[str, int] = {}
-    """CRC-32 of these files as they were written; none of those that were written before there were checksums."""
+    """CRC-32 of these files as written; missing for files that predate checksums."""
 
 
 def plan_hash(plan: Plan) -> str:
-    """Identifies what a plan does; its predictions do not count."""
+    """Hash of a plan's content, except its predictions."""
     content = plan.model_copy(update={"prediction": None}).model_dump_json(
         include={"model", "seq_len", "global_batch", "num_microbatches", "precision", "schedule", "stages", "levers"}
     )
@@ -81,17 +81,17 @@ def plan_hash(plan: Plan) -> str:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint after ``step`` steps lies once it is complete."""
+    """Path of the complete checkpoint after ``step`` steps."""
     return folder / f"step-{step:08d}"
 
 
 def part_path(folder: Path, step: int) -> Path:
-    """Where it is written."""
+    """Path to which the checkpoint after ``step`` steps is written before it is complete."""
     return folder / f".step-{step:08d}.part"
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of a folder, oldest first; none where there is no folder."""
+    """Return the complete checkpoints of a folder, oldest first; empty if there is no folder."""
     if not folder.is_dir():
         return []
     named = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
@@ -99,9 +99,9 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_intact(folder: Path, known: Mapping[Path, str] | None = None) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint of a folder with all its files in their size, and what is wrong with each newer one.
+    """Return the newest checkpoint of a folder whose files all have their size, and the fault of each newer one.
 
-    ``known`` are faults that were found inside the files of checkpoints.
+    ``known`` are faults found inside the files of checkpoints.
     """
     faults: list[str] = []
     for path in reversed(complete_checkpoints(folder)):
@@ -115,10 +115,10 @@ def newest_intact(folder: Path, known: Mapping[Path, str] | None = None) -> tupl
 def find_checkpoint(
     resume: str, folder: Path | None, known: Mapping[Path, str] | None = None
 ) -> tuple[Path, list[str]]:
-    """The checkpoint that ``--resume`` names, and what is wrong with newer ones that ``latest`` passes over.
+    """Return the checkpoint that ``--resume`` names, and the faults of newer ones that are skipped.
 
     ``resume`` is a checkpoint, a folder of checkpoints, or ``latest`` for the newest one of ``folder``; ``known`` are
-    faults that were found inside files. Raises `InvalidCheckpointError` where there is none that is whole.
+    faults found inside files. Raises `InvalidCheckpointError` if none is intact.
     """
     if resume == LATEST and folder is None:
         raise InvalidCheckpointError(
@@ -146,9 +146,9 @@ def find_checkpoint(
 def checkpoint_to_resume(
     options: TrainOptions, known: Mapping[Path, str] | None = None, *, is_restart: bool = False
 ) -> tuple[Path, list[str]] | None:
-    """The checkpoint to go on from, with what to say about it; None to start anew.
+    """Return the checkpoint to resume, with notices; None to start from the beginning.
 
-    A run that torchrun has started again (``is_restart``) goes on from its own newest one.
+    A run that torchrun has restarted (``is_restart``) resumes its own newest one.
     """
     resume: str | None = options.resume
     if options.no_resume and not is_restart:
@@ -163,9 +163,9 @@ def checkpoint_to_resume(
 
 
 def read_info(path: Path) -> CheckpointInfo:
-    """What the checkpoint at ``path`` says of its run.
+    """Read the metadata of the checkpoint at ``path``.
 
-    Raises `InvalidCheckpointError` if it is no checkpoint of steelyard's, or a file of it is missing or truncated.
+    Raises `InvalidCheckpointError` if it is not a steelyard checkpoint, or if a file is missing or of another size.
     """
     try:
         info = CheckpointInfo.model_validate_json(read_text(path / INFO_FILE))
@@ -198,9 +198,9 @@ def _check(path: Path, known: Mapping[Path, str] | None) -> None:
 
 
 def content_fault(path: Path, *, index: int, num_shares: int) -> str | None:
-    """What is wrong with the first damaged file of a checkpoint, in the ``index``-th of shares that are alike in bytes.
+    """Return the fault of a damaged file in share ``index`` of a checkpoint's files, divided evenly by bytes, or None.
 
-    Reads the files as a whole: as many processes as can should take a share each.
+    Reads whole files, so as many processes as possible should take a share each.
     """
     info = read_info(path)
     loads = [0] * num_shares
@@ -219,7 +219,7 @@ def content_fault(path: Path, *, index: int, num_shares: int) -> str | None:
 
 
 def file_checksum(path: Path) -> int:
-    """The CRC-32 of a file."""
+    """CRC-32 of a file."""
     checksum, chunk = 0, memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(chunk):
@@ -228,7 +228,7 @@ def file_checksum(path: Path) -> int:
 
 
 def check_model(info: CheckpointInfo, path: Path, plan: Plan) -> None:
-    """Raises `InvalidCheckpointError` if a checkpoint is not of the model of the plan."""
+    """Raise `InvalidCheckpointError` if a checkpoint is not of the plan's model."""
     chain = plan.chain()
     if info.config_hash != chain.config_hash:
         raise InvalidCheckpointError(
@@ -278,7 +278,7 @@ def changes(
 
 
 def damaged(found: str) -> InvalidCheckpointError:
-    """The error for a checkpoint that is not whole."""
+    """Return the error for a damaged checkpoint."""
     return InvalidCheckpointError(
         field="--resume",
         found=found,
@@ -288,10 +288,10 @@ def damaged(found: str) -> InvalidCheckpointError:
 
 
 def lock_folder(folder: Path) -> TextIO:
-    """Makes the folder, and keeps other runs from writing there until the result is closed or this process has ended.
+    """Make the folder and lock it for this run until the result is closed or this process has ended.
 
-    Raises `InvalidCheckpointError` if another run writes there, or if nobody can. Where the file system has no locks,
-    nothing is locked.
+    Raises `InvalidCheckpointError` if another run writes there, or if the folder is not writable. Does not lock on a
+    file system without locks.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -323,12 +323,12 @@ def lock_folder(folder: Path) -> TextIO:
 def prepare_folder(
     folder: Path, *, resumed: Path | None, known: Mapping[Path, str] | None = None, sets_aside: bool = False
 ) -> None:
-    """Removes what a killed run left half written, and puts aside damaged checkpoints; one process calls it.
+    """Remove partial checkpoints of a killed run, and rename damaged ones; one process calls it.
 
-    ``resumed`` is the checkpoint that the run goes on from; newer ones that are damaged, in their sizes or by a fault
-    that is ``known``, would be taken for the last ones that are kept. With ``sets_aside`` a run that begins anew moves
-    those that are there into a folder beside its own. Raises `InvalidCheckpointError` if the folder
-    cannot be written, or holds checkpoints that the run does not go on from: they would be deleted in time.
+    ``resumed`` is the checkpoint that the run resumes. Newer ones that are damaged, by their sizes or a ``known``
+    fault, would otherwise count among the last ones to keep. With ``sets_aside`` a run that starts from the beginning
+    moves existing checkpoints into a subfolder. Raises `InvalidCheckpointError` if the folder is not writable, or holds
+    checkpoints that the run does not resume, because they would eventually be deleted.
     """
     newer = foreign = complete_checkpoints(folder)
     if resumed is not None and resumed.resolve().parent == folder.resolve():
@@ -373,7 +373,7 @@ def _not_writable(folder: Path, error: OSError) -> InvalidCheckpointError:
 
 
 def _fault(path: Path, known: Mapping[Path, str] | None) -> str | None:
-    """What is wrong with a checkpoint; None where nothing is."""
+    """Return the fault of a checkpoint, or None."""
     try:
         _check(path, known)
     except InvalidCheckpointError as error:
@@ -382,10 +382,10 @@ def _fault(path: Path, known: Mapping[Path, str] | None) -> str | None:
 
 
 def commit(folder: Path, info: CheckpointInfo, checksums: Mapping[str, int], *, keep_last: int) -> Path:
-    """Completes the checkpoint that was written under its part name, and deletes all but the last ``keep_last``.
+    """Complete the checkpoint written under its partial name, and delete all except the last ``keep_last``.
 
-    Every file must be on the disk; ``checksums`` are those of what was written to them. Raises `OSError` where the
-    disk is full; then the others are as they were.
+    Every file must be on the disk; ``checksums`` are those of the bytes written. Raises `OSError` if the disk is full,
+    and leaves the other checkpoints unchanged.
     """
     part = part_path(folder, info.step)
     files = {file.name: file.stat().st_size for file in sorted(part.iterdir()) if file.name != INFO_FILE}
@@ -407,7 +407,7 @@ def commit(folder: Path, info: CheckpointInfo, checksums: Mapping[str, int], *, 
 
 
 def _remove(path: Path) -> None:
-    """Deletes a checkpoint that first loses its name, so that it never looks complete with half its files."""
+    """Rename a checkpoint, then delete it, so that it never looks complete with half its files."""
     old = path.with_name(f".{path.name}.old")
     path.rename(old)
     shutil.rmtree(old)

@@ -37,7 +37,7 @@ class Divergence:
         """The name of what was found in the last step, and in how many steps in a row."""
 
     def check(self, number: int, loss: float, norm: float, *, is_skipped: bool) -> None:
-        """Say what is wrong with a step; raises `DivergedError` where the run should end.
+        """Say what is wrong with a step. Raises `DivergedError` if the run should end.
 
         ``is_skipped`` tells that its gradients were dropped, so that there is no norm.
         """

@@ -1,12 +1,12 @@
-"""Runs one rank of a plan on fake tensors and reports the most bytes that its tensors hold at once, term by term.
+"""Dry run of one rank of a plan on fake tensors: the peak bytes of its tensors, term by term.
 
 The code that runs is the one that trains: `steelyard.runtime.parallel_model` over a process group that has ranks but no
 processes, with tensors that have shapes but no memory. So any rank of any plan runs on a laptop. What the tensors hold
 is counted as `steelyard.runtime.peak_memory` counts it in a real process.
 
-Two steps are run. The first ends with the optimizer's states; the second is like every later one. Of many microbatches
-only as many are run as it takes until one is like the next: what lives is then the same but for what each holds from
-the beginning to the end of a step, which is added for the others (see `_shortened`).
+Two steps are run. The first ends with the optimizer's states; the second is like every later one. Only as many
+microbatches are run as it takes until one is like the next: the live storages are then the same, except those that each
+microbatch holds from the beginning to the end of a step, which are added for the others (see `_shortened`).
 
 Each storage that lives at the peak belongs to one term:
 
@@ -109,7 +109,7 @@ _Sizes = dict[int, tuple[set[int], set[tuple[int, ...]]]]
 
 
 def _sizes(chain: ModelChain, model: Any) -> _Sizes:
-    """By layer type, the first dims of the parameters, and the shapes of those of routed experts."""
+    """Return, by layer type, the first dims of the parameters and the shapes of the routed experts' parameters."""
     sizes: _Sizes = {}
     for layer in range(chain.num_layers):
         if chain.layers[layer] not in sizes:
@@ -122,7 +122,7 @@ def _sizes(chain: ModelChain, model: Any) -> _Sizes:
 
 
 def _shares(layers: Collection[tuple[int, Strategy]], sizes: _Sizes, place: int) -> Iterator[int]:
-    """The entries of each dim that is cut into shards which the rank at ``place`` in its stage holds."""
+    """Yield the entries of each dim that is cut into shards which the rank at ``place`` in its stage holds."""
     for layer_type, strategy in layers:
         first_dims, of_experts = sizes[layer_type]
         divided = {size // strategy.tensor_degree for size in first_dims if size % strategy.tensor_degree == 0}
@@ -142,9 +142,9 @@ def _shares(layers: Collection[tuple[int, Strategy]], sizes: _Sizes, place: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """What one rank holds: the peak of the first step and of every later one. ``wall_s`` is what finding it took.
+    """Peak memory of one rank in the first step and in every later one. ``wall_s`` is the time of the dry run.
 
-    ``host_bytes`` is the most that lies in host memory.
+    ``host_bytes`` is the peak in host memory.
     """
 
     rank: int
@@ -157,7 +157,7 @@ class RankMemory:
 def dry_run(
     plan: Plan, rank: int, *, backend: Backend, every_microbatch: bool = False, builder: str | None = None
 ) -> RankMemory:
-    """The memory of one rank of a plan; ``builder`` builds the user's own module that it is for.
+    """Return the memory of one rank of a plan; ``builder`` builds the user's own module that it is for.
 
     ``backend`` is what real processes would communicate with. ``every_microbatch`` runs them all, where usually those
     that repeat others are left out. Raises `UserError` in a process that already has a process group.
@@ -189,7 +189,7 @@ def dry_run_all(
     every_microbatch: bool = False,
     builder: str | None = None,
 ) -> Iterator[RankMemory]:
-    """The memory of several ranks in their order, found by up to ``num_processes`` processes at once."""
+    """Yield the memory of several ranks in their order, found by up to ``num_processes`` processes at once."""
     work = partial(dry_run, plan, backend=backend, every_microbatch=every_microbatch, builder=builder)
     num_processes = min(num_processes, len(ranks))
     if num_processes == 1:
@@ -204,7 +204,7 @@ _SEEN: FakeOpCache[None] = FakeOpCache()
 
 
 def _shortened(plan: Plan, rank: int) -> Plan:
-    """The plan with fewer microbatches of the same size, where the others would repeat them.
+    """Return the plan with fewer microbatches of the same size, where the others would repeat them.
 
     On one stage the first makes the gradients, the last reduces them, and those between are alike; on more the schedule
     knows.
@@ -219,7 +219,7 @@ def _shortened(plan: Plan, rank: int) -> Plan:
 
 
 def _with_microbatches(peak: Peak, left_out: int, model: ParallelModel) -> Peak:
-    """The peak with what microbatches that were left out hold throughout the step: their token ids."""
+    """Return the peak with what microbatches that were left out hold throughout the step: their token ids."""
     terms = Counter(peak.terms)
     samples = len(model.input_samples() or []) + len(model.label_samples() or [])
     token_bytes = samples * (model.plan.seq_len + 1) * torch.long.itemsize
@@ -228,7 +228,7 @@ def _with_microbatches(peak: Peak, left_out: int, model: ParallelModel) -> Peak:
 
 
 def _two_steps(model: ParallelModel, storages: LiveStorages, read: Callable[[int], Any]) -> list[Peak]:
-    """The peaks of the first and the second step; ``read`` gives so many samples."""
+    """Return the peaks of the first and the second step; ``read`` gives so many samples."""
     optimizers = make_optimizers(model, TrainOptions())
     storages.assign("parameters", model.parameters())
     _follow_passes(model, storages)
@@ -263,7 +263,7 @@ def _blank(model: ParallelModel, num_samples: int) -> Tensor | Samples:
 
 
 def _follow_passes(model: ParallelModel, storages: LiveStorages) -> None:
-    """Lets ``storages`` know which layer runs, and what a forward pass leaves behind."""
+    """Tell ``storages`` which layer runs, and which tensors a forward pass leaves behind."""
     born = 0
 
     def exchanged(gradient: Tensor) -> None:
@@ -324,7 +324,7 @@ def _unsharded_gradients(model: ParallelModel) -> Iterator[Tensor]:
 
 
 def _gathered(model: ParallelModel) -> Iterator[tuple[str, list[Tensor]]]:
-    """The whole parameters of each sharded layer, with the term under which they count."""
+    """Yield the whole parameters of each sharded layer, with the term under which they count."""
     for strategy, group in _fsdp_groups(model):
         tensors = [each for parameter in group.fsdp_params for each in parameter.all_gather_outputs]
         unsharded = (getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params)
@@ -342,7 +342,7 @@ def _fsdp_groups(model: ParallelModel) -> Iterator[tuple[Strategy, Any]]:
 
 @contextmanager
 def _fake_world(rank: int, size: int) -> Iterator[None]:
-    """As `fake_group`, for one rank after another."""
+    """Enter `fake_group` for one rank; a process can do so for one rank after another."""
     if dist.is_initialized():
         raise UserError(
             field="check",
@@ -404,15 +404,15 @@ class _WorkWithTensors:
         self._work, self._tensors = work, tensors
 
     def wait(self) -> None:
-        """Waits for the transfer and lets its tensors go."""
+        """Wait for the transfer and release its tensors."""
         self._work.wait()
         self._tensors = []
 
 
 def _vote_alone(_schedule: Any, stages: list[Any], has_backward: bool, _p2p_done: bool) -> None:
-    """Takes this rank's stages to speak for all in the vote on whether shapes are known beforehand.
+    """Decide for all ranks from this rank's stages in the vote on whether shapes are static.
 
-    The real vote reads numbers that neighbours send. The runtime gives every stage its shapes, so all vote alike.
+    The real vote reads numbers that neighbours send. The runtime gives every stage its shapes, so all votes are equal.
     """
     for stage in stages:
         if InferenceMode.needs_dynamic(stage._user_meta, has_backward):

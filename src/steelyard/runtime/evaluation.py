@@ -17,7 +17,7 @@ from steelyard.runtime.parallel_model import ParallelModel
 def open_run_data(
     source: str | Path | Rows, plan: Plan, own: OwnModel | None, options: TrainOptions
 ) -> SampleData | OwnData:
-    """The samples of a run; raises `InvalidDataError` for data that cannot be used."""
+    """Return the samples of a run. Raises `InvalidDataError` for data that cannot be used."""
     if own is not None:
         return OwnData(Path(str(source)), own, seed=options.seed)
     return open_samples(source, options.text, plan.chain(), seq_len=plan.seq_len, seed=options.seed)
@@ -57,7 +57,7 @@ class Evaluation:
             )
 
     def after_step(self, num_steps: int) -> float | None:
-        """The mean loss after ``num_steps`` steps, where the options ask for it; a collective call."""
+        """Return the mean loss after ``num_steps`` steps, where the options ask for it; a collective call."""
         is_due = num_steps % self._options.eval_every == 0 or num_steps == self._options.steps
         if self._data is None or not is_due:
             return None

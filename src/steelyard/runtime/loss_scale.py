@@ -28,7 +28,7 @@ from steelyard.runtime.divergence import DivergedError
 INITIAL_SCALE = 65536.0
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
 PREFIX = "loss_scale."
-"""What the names of its tensors begin with in a checkpoint."""
+"""Prefix of the loss scale's tensor names in a checkpoint."""
 
 
 class LossScale:
@@ -39,36 +39,36 @@ class LossScale:
         self._num_finite = torch.zeros((), dtype=torch.int32, device=device)
         self._growth_interval = growth_interval
         self.is_skipped = False
-        """Whether the last step had gradients that are not finite, so that they were dropped."""
+        """Whether the last step's gradients were dropped because some were not finite."""
 
     @property
     def value(self) -> float:
-        """The scale of the next step."""
+        """Scale of the next step."""
         return self._scale.item()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by its names in a checkpoint; reading into these tensors resumes it."""
+        """Return the state by its names in a checkpoint; reading into these tensors resumes it."""
         return {f"{PREFIX}scale": self._scale, f"{PREFIX}num_finite": self._num_finite}
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss multiplied by the scale, in fp32."""
+        """Return the loss multiplied by the scale, in fp32."""
         return loss.float() * self._scale
 
     def unscaled(self, loss: Tensor) -> Tensor:
-        """What `scaled` was made of, without its history."""
+        """Return the detached loss divided by the scale: the inverse of `scaled`."""
         return loss.detach() / self._scale
 
     @torch.no_grad()
     def take_in(self, gradients: Sequence[Tensor]) -> None:
-        """Scales gradients that an earlier batch has left, to which those of a step are added."""
+        """Scale the gradients of an earlier batch, to which those of a step are added."""
         if gradients:
             torch._foreach_mul_(gradients, self._scale.to(gradients[0].device))
 
     @torch.no_grad()
     def finish_step(self, gradients: Sequence[Tensor]) -> None:
-        """Divides this rank's fp32 gradients by the scale in place, and sets the next one; a collective call.
+        """Divide this rank's fp32 gradients by the scale in place, and update the scale; a collective call.
 
-        Raises `DivergedError` where the scale falls below 1.
+        Raises `DivergedError` if the scale falls below 1.
         """
         found = torch.zeros(1, device=self._scale.device)
         if gradients:
@@ -87,6 +87,6 @@ class LossScale:
 
 
 def any_rank_has(found: Tensor) -> bool:
-    """Whether ``found`` [1] is above 0 on any rank, where it becomes so on all."""
+    """Return whether ``found`` [1] is above 0 on any rank; reduces it to its maximum in place."""
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())

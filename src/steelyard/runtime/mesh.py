@@ -1,10 +1,10 @@
-"""The device mesh of a plan: one axis for the pipeline, and small axes inside a stage that layers combine.
+"""Device mesh of a plan: one axis for the pipeline, and small axes within a stage that layers combine.
 
 The world is one `DeviceMesh` with the axes ``pp``, ``one`` (of size 1) and ``a0``, ``a1``, … (the prime factors of a
-stage's devices); stages of unlike sizes have one each, without ``pp``. Each layer uses a run of neighbouring small axes
-for its samples and another for tensor parallelism; such a run is flattened once for the whole plan, so all layers that
+stage's devices); stages of different sizes have one each, without ``pp``. Each layer uses a run of neighbouring small
+axes for its samples and another for tensor parallelism. A run is flattened once for the whole plan, so all layers that
 use it share one process group. A layer that does not divide its samples shards over ``one``, so precision and
-accumulation work alike everywhere.
+accumulation work the same way everywhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,11 +33,11 @@ _PLACEMENTS: Mapping[str, Placement] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenPlacement:
-    """How a hidden state [B, S, H] lies on a stage: a placement for each small axis, and the order of its tokens."""
+    """Placement of a hidden state [B, S, H] on each small axis of a stage, and the order of its tokens."""
 
     axes: tuple[Placement, ...]
     head_tail_degree: int = 1
-    """Ranks over which tokens are divided in head-tail order; 1 for the order in which they read."""
+    """Number of ranks that divide the tokens in head-tail order; 1 for reading order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +45,13 @@ class PlanMesh:
     """The meshes of a plan as one rank sees them."""
 
     world: DeviceMesh
-    """Of all stages, or where their sizes differ of this rank's own."""
+    """Mesh of all stages, or of this rank's stage if stage sizes differ."""
     stage_index: int
     """The pipeline stage of this rank."""
     axis_names: tuple[str, ...]
     """Names of the small axes of a stage, outermost first; ``one`` alone where a stage is a single device."""
     runs: Mapping[tuple[int, ...], DeviceMesh]
-    """The one-axis mesh of every run of axes that the plan uses; () is the axis of size 1."""
+    """One-axis mesh of every run of axes that the plan uses; () is the axis of size 1."""
 
     @property
     def whole(self) -> DeviceMesh:
@@ -65,16 +65,16 @@ class PlanMesh:
 
     @property
     def pipeline(self) -> dist.ProcessGroup | None:
-        """The ranks at this rank's place in every stage; None where stages have unlike sizes."""
+        """Process group of the ranks at this rank's place in every stage; None if stage sizes differ."""
         names = self.world.mesh_dim_names
         return self.world[_PIPELINE].get_group() if names and _PIPELINE in names else None
 
     def states(self, strategy: Strategy) -> tuple[DeviceMesh, DeviceMesh]:
-        """The one-axis meshes over which a layer's states are replicated, and over which they are sharded."""
+        """Return the one-axis meshes over which a layer's states are replicated, and over which they are sharded."""
         return self.runs[strategy.replica_axes], self.runs[strategy.shard_axes]
 
     def dimension(self, strategy: Strategy, dimension: Dimension) -> DeviceMesh:
-        """The one-axis mesh of the ranks that share a dimension of the strategy."""
+        """Return the one-axis mesh of the ranks that share a dimension of the strategy."""
         return self.runs[strategy.axes_of(dimension) if dimension.is_level else strategy.expert_axes]
 
     def hidden_placement(self, strategy: Strategy) -> HiddenPlacement:
@@ -83,15 +83,15 @@ class PlanMesh:
         return self.placement(letters, strategy.hidden.head_tail_degree)
 
     def placement(self, letters: str, head_tail_degree: int) -> HiddenPlacement:
-        """The placement with these letters on the small axes, none where a stage is a single device."""
+        """Return the placement with these letters on the small axes, none if a stage is a single device."""
         axes = tuple(_PLACEMENTS[letter] for letter in letters) or (Replicate(),)
         return HiddenPlacement(axes=axes, head_tail_degree=head_tail_degree)
 
 
 def build_mesh(plan: Plan, device_type: str) -> PlanMesh:
-    """The mesh of a plan over all processes; a collective call, in the same order on every rank.
+    """Build the mesh of a plan over all processes; a collective call, in the same order on every rank.
 
-    Every run of axes that any layer of any stage uses gets its process group here, and none later.
+    Creates the process group of every run of axes that any layer of any stage uses; none is created later.
     """
     sizes = plan.stage_sizes
     own = plan.stage_of(dist.get_rank())
@@ -134,9 +134,9 @@ def _mesh_of(world: DeviceMesh, stage_index: int, axes: tuple[int, ...], runs: S
 
 
 def _runs_used(strategies: tuple[Strategy, ...], together: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Every run of axes over which layers of these strategies communicate, that of no axis, and that of ``together``.
+    """Return the runs of axes over which these strategies communicate, the empty run, and the run of all ``together``.
 
-    Those are the sizes of axes over all of which something is summed.
+    ``together`` are the sizes of the axes over all of which something is summed.
     """
     whole = tuple(range(len(together)))
     found = {(), whole}
@@ -148,5 +148,5 @@ def _runs_used(strategies: tuple[Strategy, ...], together: tuple[int, ...]) -> l
 
 
 def data_index(mesh: PlanMesh, strategy: Strategy) -> int:
-    """Which share of every microbatch this rank holds in a layer of this strategy."""
+    """Index of this rank's share of every microbatch in a layer of this strategy."""
     return mesh.runs[strategy.sample_axes].get_local_rank()

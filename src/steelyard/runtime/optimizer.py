@@ -33,7 +33,7 @@ _CONVOLUTION_DIMS = 4
 
 
 def make_optimizers(model: ParallelModel, options: TrainOptions) -> list[Optimizer]:
-    """The optimizers of this rank's parameters, as the plan and the options say."""
+    """Return the optimizers of this rank's parameters, as the plan and the options say."""
     decayed = {id(parameter) for path, parameter in model.named_parameters() if decays(model.chain, path, parameter)}
     return planned_optimizers(model, decayed, lr=options.lr, weight_decay=options.weight_decay, betas=options.beta_pair)
 
@@ -41,7 +41,7 @@ def make_optimizers(model: ParallelModel, options: TrainOptions) -> list[Optimiz
 def planned_optimizers(
     model: ParallelModel, decayed: Collection[int], *, lr: float, weight_decay: float, betas: tuple[float, float]
 ) -> list[Optimizer]:
-    """The optimizers of this rank's parameters, as the plan says, one for each kind of sharding.
+    """Return the optimizers of this rank's parameters, as the plan says, one for each kind of sharding.
 
     Weight decay acts on parameters whose id is ``decayed``.
     """
@@ -63,7 +63,7 @@ def planned_optimizers(
 
 
 def hidden_matrices(model: ParallelModel) -> set[int]:
-    """The ids of parameters that multiply tokens within blocks, without those of routers and routed experts."""
+    """Return the ids of parameters that multiply tokens within blocks, without those of routers and routed experts."""
     found: set[int] = set()
     for name, layer in model.layers.items():
         layer_type = model.chain.type_of(int(name))
@@ -78,7 +78,7 @@ def hidden_matrices(model: ParallelModel) -> set[int]:
 
 
 def decays(chain: ModelChain, path: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay acts on the parameter at a path of a `ParallelModel`."""
+    """Return whether weight decay acts on the parameter at a path of a `ParallelModel`."""
     number, name = path.split(".", 1)
     layer = int(number)
     if parameter.ndim < 2 or "bias" in name:
@@ -90,7 +90,7 @@ def decays(chain: ModelChain, path: str, parameter: nn.Parameter) -> bool:
 
 
 def learning_rate(step: int, options: TrainOptions) -> float:
-    """The learning rate of a step, from 0."""
+    """Return the learning rate of a step, from 0."""
     if step < options.warmup_steps:
         return options.lr * (step + 1) / options.warmup_steps
     least = options.least_lr / options.lr if options.lr else 1.0
@@ -99,7 +99,7 @@ def learning_rate(step: int, options: TrainOptions) -> float:
 
 @cache
 def _rate_of(schedule: str, warmup_steps: int, steps: int, least: float) -> Callable[[int], float]:
-    """The learning rate of a step after the warm-up, as a share of the peak."""
+    """Return the learning rate of a step after the warm-up, as a share of the peak."""
     decay_steps = max(1, min(round(DECAY_SHARE * steps), steps - warmup_steps))
     names: dict[str, tuple[str, dict[str, float]]] = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": least}),

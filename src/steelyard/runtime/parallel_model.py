@@ -71,9 +71,9 @@ class ParallelModel:
         self.num_steps = 0
         """Steps that were trained; set it when a run is resumed, for dropout depends on it."""
         self.router_loss: Tensor | None = None
-        """Of the last step, where routers are trained: their auxiliary loss, not multiplied by its coefficient."""
+        """Auxiliary loss of routers in the last step, before its coefficient; None unless routers are trained."""
         self.loss_scale = LossScale(plan.global_batch, device) if plan.precision == SCALES_LOSS else None
-        """Of fp16: what the loss is multiplied by in the backward pass."""
+        """Factor on the loss in the backward pass; None except in fp16."""
         self.asked_to_stop: Callable[[], bool] = lambda: False
         """Asked at the end of each step: whether this rank should stop, which all ranks then know by `is_stopping`."""
         self._votes = torch.zeros(())
@@ -93,16 +93,16 @@ class ParallelModel:
         return self.mesh.stage_index == self.plan.num_stages - 1
 
     def input_samples(self) -> list[int] | None:
-        """The samples of the global batch whose tokens this rank reads, in order; None if it reads none."""
+        """Return the samples of the global batch whose tokens this rank reads, in order; None if it reads none."""
         return self._samples(self.plan.strategies[0]) if self.mesh.stage_index == 0 else None
 
     def label_samples(self) -> list[int] | None:
-        """The samples of the global batch whose labels this rank reads, in order; None if it reads none."""
+        """Return the samples of the global batch whose labels this rank reads, in order; None if it reads none."""
         return self._samples(self.plan.strategies[-1]) if self.is_last_stage else None
 
     @property
     def router_coefficient(self) -> float:
-        """What the auxiliary loss of routers is multiplied by; 0 where they are not trained."""
+        """Coefficient of the routers' auxiliary loss; 0 if they are not trained."""
         routers = self.chunks[0].routers
         return routers.loss.coefficient if routers else 0.0
 
@@ -214,7 +214,7 @@ class ParallelModel:
             return self._step_microbatches(tokens_BS, {k: each for k, each in targets.items() if each is not None})
 
     def _mean_loss(self, losses: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The loss of a global batch, and the part of routers, where these are trained."""
+        """Return the loss of a global batch, and the routers' part if they are trained."""
         sums = torch.zeros(2, device=self.device)
         if losses:
             sums[0] = torch.stack(losses).sum() / self.plan.strategies[-1].tensor_degree
@@ -241,7 +241,7 @@ class ParallelModel:
         return concatenated.from_iterable(chunk.layers.named_parameters() for chunk in self.chunks)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's sharded parameters."""
+        """Yield this rank's sharded parameters."""
         return concatenated.from_iterable(chunk.layers.parameters() for chunk in self.chunks)
 
     def make_optimizers(self, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> list[Optimizer]:
@@ -254,9 +254,9 @@ class ParallelModel:
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their norm over the whole model is at most ``max_norm``, if that is not 0.
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``, if that is not 0.
 
-        Returns the norm before.
+        Returns the norm before scaling.
         """
         counted, copies, gradients = [], [], []
         for layer_name, layer in self.layers.items():
@@ -300,7 +300,7 @@ class ParallelModel:
         return decoder_inputs(labels, self.chunks[0].side.model_config, self.chain.features)
 
     def _deal_out(self, read: Callable[[list[int]], Any]) -> None:
-        """Gives every layer of a user's own module the samples that this rank has there, microbatch by microbatch."""
+        """Give every layer of a user's own module this rank's samples, microbatch by microbatch."""
         split, count = self.chain.split, self.plan.num_microbatches
         assert isinstance(split, OwnSplit), "asked for a user's own module alone"
         found: dict[tuple[int, ...], Any] = {}
@@ -321,7 +321,7 @@ class ParallelModel:
                     batches[int(name)] = batch
 
     def _count_targets(self, labels_BS: Tensor | None, num_targets: int | Tensor | None) -> None:  # noqa: N803
-        """Tells the parts how many targets the global batch has; counts them where that differs between batches."""
+        """Tell the parts the number of targets of the global batch; count them if it differs between batches."""
         task = self.chain.family.task
         if num_targets is None and task is not Task.CAUSAL_LM and task.reads_text:
             num_targets = torch.zeros((), device=self.device)
@@ -402,7 +402,7 @@ class ParallelModel:
         return as_flow(tuple(streams))
 
     def _crossing(self, index: int) -> Iterator[tuple[ActivationLayout, ActivationLayout, tuple[int, ...], Any]]:
-        """For each tensor that part ``index`` is handed: how it lies before and behind the border, shape and type."""
+        """Yield the layouts before and after the border, shape and options of each tensor that part ``index`` gets."""
         before, after = border(self.plan, index)
         for each in self.chain.flow(self.plan.parts[index].first_layer - 1, self.plan.seq_len):
             dtype = getattr(torch, each.whole) if each.whole else self.chunks[0].dtype
@@ -413,7 +413,7 @@ class ParallelModel:
             yield before.of_copies, after.of_copies, routers.loss.shape, {"dtype": torch.float32, "requires_grad": True}
 
     def _exchange(self, index: int) -> Exchange:
-        """What part ``index`` of the pipeline exchanges with the ranks of the parts beside it."""
+        """Return the pieces that part ``index`` of the pipeline exchanges with the ranks of neighbouring parts."""
         rank, found = dist.get_rank(), {}
         if index > 0:
             crossing = list(self._crossing(index))
@@ -430,7 +430,7 @@ class ParallelModel:
 
 @contextmanager
 def _evaluating(chunks: Iterable[StageModule]) -> Iterator[None]:
-    """Within it modules are in evaluation mode, and those that run in a layer and are not its own."""
+    """Put modules in evaluation mode in the context, including those that run in a layer and are not its own."""
     beside = (each for chunk in chunks for layer in chunk.layers.values() for each in layer.beside)
     modes = [(module, module.training) for each in (*chunks, *beside) for module in each.modules()]
     for module, _ in modes:
@@ -448,7 +448,7 @@ def _numbers(samples: list[int]) -> Samples:
 
 
 def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed: int = 0) -> ParallelModel:
-    """This rank's part of ``model`` under ``plan``; call it on every process of the plan's world.
+    """Return this rank's part of ``model`` under ``plan``; call it on every process of the plan's world.
 
     ``model`` is an unmodified `transformers` causal language model of the plan's config. On the meta device it gets
     first weights that depend on ``seed`` alone, layer by layer; otherwise its weights are kept. Its modules are used in
@@ -471,7 +471,7 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
 
 
 def _unwrapped(model: nn.Module, plan: Plan) -> nn.Module:
-    """The model in one that its user has changed; raises `InvalidPlanError` if the plan has it not so."""
+    """Return the model in one that its user has changed. Raises `InvalidPlanError` if it is not as in the plan."""
     changed = changed_by_user(model)
     if changed is None:
         return model
@@ -489,7 +489,7 @@ def _unwrapped(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def parallelize_checked(model: PreTrainedModel | OwnModel, plan: Plan, seed: int) -> ParallelModel:
-    """This rank's part of a model that is known to be the plan's, as `parallelize` makes it."""
+    """Return this rank's part of a model that is known to be the plan's, as `parallelize` makes it."""
     device = current_device()
     return parallelize_on(build_mesh(plan, device.type), device, model, plan, seed=seed)
 
@@ -497,14 +497,14 @@ def parallelize_checked(model: PreTrainedModel | OwnModel, plan: Plan, seed: int
 def parallelize_on(
     mesh: PlanMesh, device: torch.device, model: PreTrainedModel | OwnModel, plan: Plan, *, seed: int
 ) -> ParallelModel:
-    """This rank's part of ``model`` on a mesh of the plan that exists already; else as `parallelize`."""
+    """Return this rank's part of ``model`` on a mesh of the plan that exists already; else as `parallelize`."""
     chain = plan.chain()
     chunks = build_chunks(model, plan, chain, mesh, seed=seed, device=device)
     return ParallelModel(plan, chain, mesh, chunks, device, seed=seed)
 
 
 def parallelize_plan(plan: Plan, *, seed: int = 0) -> ParallelModel:
-    """This rank's part of the plan's own model with first weights, as `parallelize` makes it."""
+    """Return this rank's part of the plan's own model with first weights, as `parallelize` makes it."""
     return parallelize(build_meta_model(plan.chain()), plan, seed=seed)
 
 
@@ -518,7 +518,7 @@ def _copies(parameter: nn.Parameter, strategy: Strategy) -> int:
 
 
 def check_same_model(config: Any, chain: ModelChain) -> None:
-    """Raises `InvalidPlanError` unless a `transformers` config has the sizes of the plan's model; None is no config."""
+    """Raise `InvalidPlanError` unless a `transformers` config has the sizes of the plan's model; None is no config."""
     if config is None:
         raise InvalidPlanError(
             field="model",

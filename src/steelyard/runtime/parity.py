@@ -43,23 +43,23 @@ from steelyard.runtime.state import ParameterNames, parameter_names
 MAX_NORM = 0.5
 _LEARNING_RATE, _MOMENTUM = 0.3, 0.9
 SMALL = 1e-3
-"""Of the largest entry of all tensors: what those of less are compared with, as the gradient of a key's bias, which is
-truly zero (softmax ignores a shift of all scores)."""
+"""Fraction of the largest entry of all tensors that smaller tensors are compared with. An example is the gradient of a
+key's bias, which is truly zero (softmax ignores a shift of all scores)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Reference:
-    """What one process found, step by step; tensors by their name in the unmodified model."""
+    """Results of one process, step by step; tensors by their name in the unmodified model."""
 
     losses: list[float] = field(default_factory=list)
     router_losses: list[float] = field(default_factory=list)
-    """Where routers are trained, what their loss is by itself."""
+    """Losses of routers by themselves; empty unless routers are trained."""
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     """After the last step."""
     names: ParameterNames
-    """Of every plan's parameters."""
+    """Names of every plan's parameters."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,12 +74,12 @@ class Comparison:
     expected_norms: list[float] = field(default_factory=list)
     gradient_error: float = 0.0
     gradient_tensor: str = ""
-    """Where the gradients differ most."""
+    """Name of the tensor whose gradients differ most."""
     weight_error: float | None = None
     """Absent where not all steps of the reference were run."""
     same_loss_on_all_ranks: bool = True
     strategies: tuple[str, ...] = ()
-    """What the runtime did to each layer, written as in plans."""
+    """Strategies that the runtime applied to each layer, written as in plans."""
 
     @property
     def loss_error(self) -> float:
@@ -103,7 +103,7 @@ def samples_of_step(chain: ModelChain, *, num_samples: int, seq_len: int, step: 
 
 
 def _without_padding(tokens: Tensor, chain: ModelChain) -> Tensor:
-    """The tokens with the one behind it in the place of that of padding, which some models read as no token."""
+    """Return the tokens with the one behind it in the place of that of padding, which some models read as no token."""
     parts = (chain.config, *(each for each in chain.config.values() if isinstance(each, Mapping)))
     padding = next((token for each in parts if isinstance(token := each.get("pad_token_id"), int)), None)
     return tokens if padding is None else tokens.masked_fill(tokens == padding, (padding + 1) % chain.vocab_size)
@@ -120,9 +120,9 @@ class _LocalSGD(LocalUpdates, SGD):
 
 
 def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
-    """Trains the unmodified model of a plan in this process, in fp32, on the whole global batch at once.
+    """Train the unmodified model of a plan in this process, in fp32, on the whole global batch at once.
 
-    The loss of routers is of a microbatch, so where these are trained it takes one after another.
+    If routers are trained, one microbatch after another, because the loss of routers is per microbatch.
     """
     chain = plan.chain()
     model = build_model(chain, seed=seed)
@@ -147,9 +147,9 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
 
 
 def _backward(model: PreTrainedModel, chain: ModelChain, samples: Samples, count: int) -> tuple[float, float]:
-    """Adds the gradients of one of ``count`` microbatches; its share of the loss, and of the routers' by itself.
+    """Add the gradients of one of ``count`` microbatches; return its share of the loss and of the routers' loss.
 
-    The loss is what `transformers` computes, but for next-token prediction, whose labels it would shift once more.
+    `transformers` computes the loss, except for next-token prediction, because it would shift the labels again.
     """
     routers = torch.zeros(())
     options = {key: value for key, value in forward_options(model).items() if key != ROUTER_LOSS}
@@ -173,7 +173,7 @@ def _backward(model: PreTrainedModel, chain: ModelChain, samples: Samples, count
 
 
 def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> Comparison:
-    """Trains under the plan and compares with one process; call it on every process of the plan.
+    """Train under the plan and compare with one process; call it on every process of the plan.
 
     Every rank returns the differences of the rank where gradients differ most.
     """
@@ -226,7 +226,7 @@ def _largest_difference(
     expected: Mapping[str, Tensor],
     value: Callable[[nn.Parameter], Tensor],
 ) -> tuple[float, str]:
-    """The largest difference of an entry, as a share of the largest entry of its tensor, and the tensor's name.
+    """Return the largest difference of an entry, as a share of the largest entry of its tensor, and the tensor's name.
 
     ``names`` are those of parameters in the unmodified model, by their path.
     """

@@ -36,7 +36,7 @@ STORAGE_METHOD = "live tensor storages"
 
 
 def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> AbstractContextManager[Any]:
-    """A context that measures the peak of what its body allocates together with ``tensors``, which live already.
+    """Return a context that measures the peak of what its body allocates together with ``tensors``, which live already.
 
     ``peak_bytes`` of what it yields is final when the context ends.
     """
@@ -44,7 +44,7 @@ def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> AbstractCon
 
 
 def memory_method(device: torch.device) -> str:
-    """How `measure_peak` measures on a device."""
+    """Return the method by which `measure_peak` measures on a device."""
     return CUDA_METHOD if device.type == "cuda" else STORAGE_METHOD
 
 
@@ -112,7 +112,7 @@ class LiveStorages(FakeOpMode):
         return super().__enter__()
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the operation and follows what it returns."""
+        """Run the operation and track the tensors that it returns."""
         if self._seen is None:
             result = func(*args, **kwargs)
         else:
@@ -123,14 +123,14 @@ class LiveStorages(FakeOpMode):
         return result
 
     def begin(self) -> None:
-        """Starts a new measurement: what lives now is the first candidate for the peak."""
+        """Start a new measurement: the bytes live now are the first candidate for the peak."""
         for identity, num_bytes in self._events:
             self._before[identity] += num_bytes
         self._before, self._events = +self._before, []
         self.peak_bytes, self._at_peak = self.live_bytes, (0, self.place)
 
     def peak(self) -> Peak:
-        """The peak since `begin`."""
+        """Return the peak since `begin`."""
         sizes, (num_events, place) = self._before.copy(), self._at_peak
         for identity, num_bytes in self._events[:num_events]:
             sizes[identity] += num_bytes
@@ -141,14 +141,14 @@ class LiveStorages(FakeOpMode):
         return Peak(terms={name: terms[name] for name in TERMS if terms[name]}, where=place)
 
     def assign(self, term: str, tensors: Iterable[Tensor]) -> None:
-        """Counts the storages of these tensors under ``term``, whatever they counted under before."""
+        """Count the storages of these tensors under ``term``, whatever they counted under before."""
         for tensor in chain.from_iterable(map(held_tensors, tensors)):
             key = tensor.untyped_storage()._cdata
             if key in self._live:
                 self._terms[self._live[key][0]] = term
 
     def assign_born_since(self, first: int, term: str) -> None:
-        """Counts what was born since `num_born` was ``first``, and lives and has no term yet, under ``term``."""
+        """Count what was born since `num_born` was ``first``, and lives and has no term yet, under ``term``."""
         for identity, _ in self._live.values():
             if identity >= first:
                 self._terms.setdefault(identity, term)
@@ -187,7 +187,7 @@ class LiveStorages(FakeOpMode):
 
 
 def held_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that have the memory of ``tensor``.
+    """Return the tensors that have the memory of ``tensor``.
 
     A DTensor and the result of a collective only wrap another; a quantized state is made of several.
     """

@@ -46,13 +46,13 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationLayout:
-    """How an activation lies on the ranks of a stage while it crosses a border."""
+    """Layout of an activation on the ranks of a stage while it crosses a border."""
 
     first_rank: int
     sizes: tuple[int, ...]
-    """Of the axes of the stage mesh."""
+    """Sizes of the axes of the stage mesh."""
     letters: str
-    """How it lies over each axis, as `steelyard.plan.dimensions.dimension.Placed` writes it."""
+    """Placement over each axis, as letters of `steelyard.plan.dimensions.dimension.Placed`."""
     head_tail_degree: int
     """Ranks over which tokens are divided in head-tail order; 1 for the order in which they read."""
 
@@ -62,13 +62,13 @@ class ActivationLayout:
         return range(self.first_rank, self.first_rank + prod(self.sizes))
 
     def local_shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """What a rank has of an activation [B, S, …]."""
+        """Shape of a rank's part of an activation [B, S, …]."""
         degrees = (self._degree(_SAMPLES), self._degree(_TOKENS))
         return (*(size // degree for size, degree in zip(whole, degrees, strict=False)), *whole[2:])
 
     @property
     def of_copies(self) -> "ActivationLayout":
-        """How what every rank of the stage has whole lies on it."""
+        """Layout of a tensor that every rank of the stage holds whole."""
         return replace(self, letters=Placed.WHOLE.value * len(self.sizes), head_tail_degree=1)
 
     @cached_property
@@ -80,7 +80,7 @@ class ActivationLayout:
         return found
 
     def block_of(self, rank: int) -> tuple[int, int]:
-        """The block that a rank holds."""
+        """Return the block that a rank holds."""
         return self._index(rank, _SAMPLES), self._index(rank, _TOKENS)
 
     def holder(self, block: tuple[int, int], target: int) -> int:
@@ -90,12 +90,12 @@ class ActivationLayout:
         return own if own in ranks else ranks[target % len(ranks)]
 
     def samples_of(self, block: tuple[int, int], count: int) -> list[tuple[int, int, int]]:
-        """The samples of a block out of ``count``: first, end, and where the first lies in the block."""
+        """Return the samples of a block out of ``count``: first, end, and where the first lies in the block."""
         size = count // self._degree(_SAMPLES)
         return [(block[0] * size, block[0] * size + size, 0)]
 
     def tokens_of(self, block: tuple[int, int], count: int) -> list[tuple[int, int, int]]:
-        """The tokens of a block out of ``count`` as they read: runs, each as `samples_of` has it."""
+        """Return the tokens of a block out of ``count`` as they read: runs, each as `samples_of` has it."""
         size = count // self._degree(_TOKENS)
         first, end = block[1] * size, block[1] * size + size
         pieces = rank_order(self.head_tail_degree) if self.head_tail_degree > 1 else [0]
@@ -119,7 +119,7 @@ class ActivationLayout:
 
 
 def border(plan: Plan, index: int) -> tuple[ActivationLayout, ActivationLayout]:
-    """How the activation lies as part ``index`` - 1 of a pipeline sends it, and as part ``index`` receives it."""
+    """Return the layouts of the activation as part ``index`` - 1 of a pipeline sends and part ``index`` receives it."""
     before, after = plan.parts[index - 1], plan.parts[index]
     layer = after.first_layer
     sending = _layout(plan, layer - 1, before.ranks[0])
@@ -129,7 +129,7 @@ def border(plan: Plan, index: int) -> tuple[ActivationLayout, ActivationLayout]:
 
 
 def sent_pieces(rank: int, source: ActivationLayout, target: ActivationLayout, shape: tuple[int, ...]) -> list[Piece]:
-    """What ``rank`` of the stage ``source`` sends of an activation [B, S, …] to the stage ``target``."""
+    """Return the pieces of an activation [B, S, …] that ``rank`` of stage ``source`` sends to stage ``target``."""
     block = source.block_of(rank)
     return [
         Piece(peer=peer, where=mine)
@@ -142,7 +142,7 @@ def sent_pieces(rank: int, source: ActivationLayout, target: ActivationLayout, s
 def received_pieces(
     rank: int, source: ActivationLayout, target: ActivationLayout, shape: tuple[int, ...]
 ) -> list[Piece]:
-    """What ``rank`` of the stage ``target`` receives, where `sent_pieces` says what others send."""
+    """Return the pieces that ``rank`` of the stage ``target`` receives: the counterpart of `sent_pieces`."""
     place, own = rank - target.first_rank, target.block_of(rank)
     return [
         Piece(peer=source.holder(block, place), where=mine)
@@ -163,7 +163,7 @@ def _layout(plan: Plan, layer: int, first_rank: int) -> ActivationLayout:
 
 
 def _even(layout: ActivationLayout, plan: Plan) -> ActivationLayout:
-    """The layout without copies, if a microbatch has enough samples."""
+    """Return the layout without copies, if a microbatch has enough samples."""
     letters = layout.letters.replace(Placed.WHOLE.value, Placed.BATCH.value)
     degree = prod(size for size, letter in zip(layout.sizes, letters, strict=True) if letter in _SAMPLES)
     return layout if plan.microbatch_samples % degree else replace(layout, letters=letters)
@@ -179,7 +179,7 @@ def _common(
     received: tuple[int, int],
     shape: tuple[int, ...],
 ) -> Iterator[tuple[_Where, _Where]]:
-    """What two blocks of an activation [B, S, …] have in common: where it lies in the one, and where in the other."""
+    """Yield the intersections of two blocks of an activation [B, S, …], as places in the one and in the other."""
     num_samples, num_tokens = shape[0], shape[1] if len(shape) > 1 else 1
     samples = _runs(source.samples_of(sent, num_samples), target.samples_of(received, num_samples))
     tokens = list(_runs(source.tokens_of(sent, num_tokens), target.tokens_of(received, num_tokens)))
@@ -200,7 +200,7 @@ def _runs(source: list[tuple[int, int, int]], target: list[tuple[int, int, int]]
 
 
 Pieces = Sequence[Sequence[Piece]]
-"""For each tensor that is handed over."""
+"""Pieces of each tensor that is handed over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,13 +211,13 @@ class Exchange:
     """
 
     arriving: Pieces = ()
-    """Of the activation from the part before."""
+    """Pieces of the activation from the previous part."""
     returning: Pieces = ()
-    """Of the gradient to the part before."""
+    """Pieces of the gradient to the previous part."""
     leaving: Pieces = ()
-    """Of the activation to the next part."""
+    """Pieces of the activation to the next part."""
     coming_back: Pieces = ()
-    """Of the gradient from the next part."""
+    """Pieces of the gradient from the next part."""
 
 
 class PipelinePart(PipelineStage):
@@ -253,18 +253,18 @@ class PipelinePart(PipelineStage):
         self._arrived: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
         """Pieces that are received apart, with where they belong."""
         self._receives: dict[tuple[Any, ...], list[dist.P2POp]] = {}
-        """What schedules were given to receive and may still hold, by what it is received into."""
+        """Receives that were given to schedules, which may still hold them, by the tensors received into."""
         self._sent_activations: dict[int, list[_Send]] = {}
         self._sent_gradients: list[_Send] = []
 
     def end_step(self) -> None:
-        """Waits for the last sends of a step."""
+        """Wait for the last sends of a step."""
         for sends in (*self._sent_activations.values(), self._sent_gradients):
             _wait(sends)
         self._sent_activations.clear()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The sends of an activation that the schedule has to begin."""
+        """Return the sends of an activation that the schedule has to begin."""
         operations = self._sends(super().get_fwd_send_ops(fwd_chunk_id), self._exchange.leaving)
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
         if not _any_needs_gradient(outputs):
@@ -277,7 +277,7 @@ class PipelinePart(PipelineStage):
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The sends of a gradient that the schedule has to begin."""
+        """Return the sends of a gradient that the schedule has to begin."""
         if not self.has_backward:
             return []
         operations = self._sends(super().get_bwd_send_ops(bwd_chunk_id), self._exchange.returning)
@@ -288,17 +288,17 @@ class PipelinePart(PipelineStage):
         return []
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of an activation that the schedule has to begin."""
+        """Return the receives of an activation that the schedule has to begin."""
         return self._receive(self.args_recv_info[fwd_chunk_id], self._exchange.arriving)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of a gradient that the schedule has to begin."""
+        """Return the receives of a gradient that the schedule has to begin."""
         if not self.has_backward:
             return []
         return self._receive(self.grad_recv_info[bwd_chunk_id], self._exchange.coming_back)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **keywords: Any) -> Any:
-        """The output for a microbatch; autograd and torch's own cache alone hold what arrived from then on."""
+        """Return the output for a microbatch; autograd and torch's own cache alone hold what arrived from then on."""
         self._put_together(self.args_recv_info[fwd_chunk_id])
         output = super().forward_one_chunk(fwd_chunk_id, *arguments, **keywords)
         self._let_go(self.args_recv_info[fwd_chunk_id])
@@ -345,7 +345,7 @@ class PipelinePart(PipelineStage):
             self.device = device
 
     def _sends(self, whole: list[dist.P2POp], pieces: Pieces) -> list[dist.P2POp]:
-        """Sends of the pieces in the place of torch's own, which are of whole tensors to one peer."""
+        """Return sends of the pieces, instead of torch's own sends of whole tensors to one peer."""
         return [
             dist.P2POp(dist.isend, _part(operation.tensor, piece).contiguous(), piece.peer, self._between)
             for operation, of_tensor in zip(whole, pieces, strict=True)
@@ -386,7 +386,7 @@ class PipelinePart(PipelineStage):
         return received_result
 
     def _let_go(self, recv_infos: tuple[Any, ...]) -> None:
-        """Forgets what was received, and lets the schedule's variables forget it."""
+        """Forget what was received, and make the schedule's variables forget it."""
         self._receives.pop(recv_infos, []).clear()
         for info in recv_infos:
             if info.buffer is not None:

@@ -76,8 +76,9 @@ def settled_plan(
 def _answer(
     path: Path, replan: Replan, hosts: Sequence[str], pools: Mapping[str, str], folder: Path | None
 ) -> dict[str, Any]:
-    """What every process needs to know, by the host of each and its pool; says what was found, and writes a plan that
-    is new."""
+    """Return the plan, the ranks and the processes used per host, given each process's host and the hosts' pools.
+
+    Prints the notice of ``replan``, and writes a new plan to ``folder``."""
     counts = Counter(hosts)
     own_pools = [pools[host] for host in counts] if any(pools.values()) else []
     try:
@@ -101,9 +102,9 @@ def _answer(
 
 
 def main(arguments: Sequence[str] | None = None, *, replan: Replan | None = None) -> None:
-    """Runs this rank's part of a training run and ends the process: 0 done, 1 failed, 2 a mistake of the user.
+    """Run this rank's part of a training run and end the process: 0 done, 1 failed, 2 user error.
 
-    ``replan`` finds the plan of an elastic run for what is there.
+    ``replan`` finds the plan of an elastic run for the available devices.
     """
     parser = argparse.ArgumentParser(
         prog="torchrun -m steelyard.train", description="One process of a training run under a plan."

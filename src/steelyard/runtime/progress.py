@@ -32,21 +32,21 @@ class Step:
     busy_s: float
     """Seconds in which this rank worked and did not wait for another stage."""
     own_s: float
-    """Those of them in which it did not wait for a rank of its own stage either."""
+    """Seconds in which this rank worked and waited neither for another stage nor for a rank of its own."""
     slow: tuple[SlowRank, ...] = ()
     """The ranks of the run that were found slow in the last comparison."""
     peak_bytes: int
-    """The most bytes that this rank's tensors held, in the step that was measured; 0 before it."""
+    """Peak bytes of this rank's tensors in the measured step; 0 before it."""
     main_loss: float | None = None
-    """Where routers are trained: the loss without theirs."""
+    """Loss without the routers' loss; None unless routers are trained."""
     router_loss: float | None = None
-    """Their auxiliary loss, before it is multiplied by its coefficient and added: as many as a token takes experts
-    where all are used evenly."""
+    """Auxiliary loss of routers, before it is multiplied by its coefficient and added: the number of experts per token
+    if all are used evenly."""
     imbalance: float | None = None
-    """Where experts are divided over ranks: the most pairs of tokens and experts that a rank of this one's groups
-    computed over their mean, averaged over the layers of this rank."""
+    """Maximum number of token-expert pairs of a rank in this rank's groups relative to the mean, averaged over the
+    layers of this rank; None unless experts are divided over ranks."""
     loss_scale: float | None = None
-    """In fp16: what the loss was multiplied by in the backward pass."""
+    """Factor on the loss in the backward pass; None except in fp16."""
     skipped: bool | None = None
     """True where gradients were not finite, so that the step left all parameters as they were."""
     eval_loss: float | None = None
@@ -54,12 +54,12 @@ class Step:
 
 
 Metrics = Mapping[str, Any]
-"""What is known of a step, by its name in the metrics file."""
+"""Values of a step by their names in the metrics file."""
 _AS_SEEN = ("main_loss", "router_loss", "imbalance", "loss_scale", "skipped", "eval_loss")
 
 
 def step_metrics(number: int, step: Step, plan: Plan) -> Metrics:
-    """What is reported of the ``number``-th step of a plan."""
+    """Return the metrics of step ``number`` of a plan."""
     samples_per_s = plan.global_batch / step.time_s
     found = {
         "step": number,
@@ -75,7 +75,7 @@ def step_metrics(number: int, step: Step, plan: Plan) -> Metrics:
 
 
 def progress_line(of: Metrics, num_steps: int, *, counts_tokens: bool, samples: str = "images") -> str:
-    """The line of progress."""
+    """Return the line of progress."""
     parts = [f"step {of['step']:>{len(str(num_steps))}}/{num_steps}", f"loss {of['loss']:.4f}"]
     if "router_loss" in of:
         parts.append(f"main {of['main_loss']:.4f}  routers {of['router_loss']:.3f}")
@@ -98,7 +98,7 @@ def progress_line(of: Metrics, num_steps: int, *, counts_tokens: bool, samples: 
 
 
 def model_flop_utilisation(plan: Plan, step_s: float) -> float | None:
-    """The share of the devices' peak rate that a step of ``step_s`` seconds makes use of."""
+    """Return the share of the devices' peak rate that a step of ``step_s`` seconds makes use of."""
     prediction = plan.prediction
     if prediction is None or prediction.mfu is None:
         return None
@@ -157,7 +157,7 @@ def _tensorboard(folder: Path) -> Iterator[Callable[[Metrics], None]]:
 
 @contextmanager
 def _tracker(name: str, plan: Plan, options: TrainOptions) -> Iterator[Callable[[Metrics], None]]:
-    """Reports to an experiment tracker of accelerate, with the options of the run and the plan's name of the model."""
+    """Report to an experiment tracker of accelerate, with the options of the run and the plan's name of the model."""
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 

@@ -65,11 +65,11 @@ def shard_layer(
     on_host: bool = False,
     weight_bytes: int = 4,
 ) -> FSDPModule | Replica:
-    """The layer with its parameters sharded as ``strategy`` says, in place, or its replica where it is not sharded.
+    """Shard the layer's parameters by ``strategy`` in place and return it, or return its replica if it is not sharded.
 
-    Without a backward pass nothing is kept gathered for it, but for what is throughout a step. Where parameters lie
-    ``on_host``, FSDP moves them, on a single rank too. Trained parameters are kept in ``weight_bytes``.
-    Raises `InvalidPlanError` for a dimension that no twin carries out.
+    Without a backward pass nothing is kept gathered for it, except parameters gathered throughout a step. FSDP moves
+    parameters that lie ``on_host``, even on a single rank. Trained parameters are kept in ``weight_bytes``.
+    Raises `InvalidPlanError` if a dimension has no implementation.
     """
     used = {dimension.name: dimension for dimension in strategy.dimensions}
     if unknown := sorted(used.keys() - TWINS.keys()):
@@ -102,7 +102,7 @@ def shard_layer(
 
 
 def _state_mesh(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
-    """The ranks that shard states; where shards are replicated, an axis of replicas before that of shards."""
+    """Return the ranks that shard states; where shards are replicated, an axis of replicas before that of shards."""
     return DeviceMesh._concatenate([replicas, shards]) if replicas.size() > 1 else shards
 
 
@@ -129,12 +129,12 @@ class LayerLoop(nn.Module):
         self.layers = nn.ModuleDict(layers)
         self._placements, self._incoming = placements, incoming
         self._outgoing = outgoing
-        """How the output is sent on; None where it is the loss."""
+        """Placement in which the output is sent on; None if it is the loss."""
         self._mesh, self._routers = mesh, routers
         self._dropout_shares = [
             share if layer.drops else None for share, layer in zip(shares, layers.values(), strict=True)
         ]
-        """For each layer that drops entries, which share of the samples this rank holds there."""
+        """This rank's share of the samples in each layer that drops entries; None for other layers."""
 
     @property
     def has_dropout(self) -> bool:
@@ -142,7 +142,7 @@ class LayerLoop(nn.Module):
         return any(share is not None for share in self._dropout_shares)
 
     def forward(self, inputs: Flow, context: LayerContext, dropout_seed: tuple[int, ...]) -> Flow:
-        """The output of the last layer, and behind it the statistics of routers where these are trained.
+        """Return the output of the last layer, followed by the statistics of routers if these are trained.
 
         ``dropout_seed`` is of this step and microbatch.
         """
@@ -165,7 +165,7 @@ class LayerLoop(nn.Module):
 
 
 def _without_statistics(layer: ChainLayer, found: list[Tensor]) -> Callable[[Flow, LayerContext], Flow]:
-    """What computes a layer's output alone, and adds to those found the statistics of its routers."""
+    """Return a function that computes only a layer's output, and adds its routers' statistics to ``found``."""
     if layer.router_loss is None:
         return layer
 
@@ -207,7 +207,7 @@ class StageModule(nn.Module):
         self._kept_whole, self._waiting = kept_whole, waiting
         waits = [layer for _, layer in waiting]
         self._whole_in_backward = [layer for layer in kept_whole if layer not in waits]
-        """Those whose gradients are complete after a backward pass."""
+        """Layers kept whole whose gradients are complete after a backward pass."""
         self.num_tokens = num_tokens
         """Places in a global batch where a target may be."""
         self.num_targets: int | Tensor = num_tokens
@@ -216,9 +216,9 @@ class StageModule(nn.Module):
         self._dropout_seed: tuple[int, ...] = ()
         self._forwards_done = 0
         self.logits: list[tuple[Tensor, Tensor]] | None = None
-        """What the head has predicted, in the place of a loss; None where it takes one."""
+        """Predictions of the head, instead of a loss; None if it computes a loss."""
         self.batches: list[dict[int, OwnBatch]] = []
-        """For every microbatch of a step, what layers of a user's own module read; set before the step."""
+        """Inputs of a user's own module for every microbatch of a step, by layer; set before the step."""
 
     @property
     def layers(self) -> nn.ModuleDict:
@@ -226,7 +226,7 @@ class StageModule(nn.Module):
         return self.loop.layers
 
     def begin_step(self, num_microbatches: int, dropout_seed: tuple[int, ...] = (0, 0)) -> None:
-        """Prepares for the passes of one step; ``dropout_seed`` is a seed and the number of the step."""
+        """Prepare for the passes of one step; ``dropout_seed`` is a seed and the number of the step."""
         self._dropout_seed = dropout_seed
         self._forwards_done = 0
         self._backwards_to_go = self._weights_to_go = num_microbatches
@@ -259,13 +259,13 @@ class StageModule(nn.Module):
             end_weight_passes(self.loop)
 
     def end_step(self) -> None:
-        """Waits for the gradients of the step, when its passes have ended."""
+        """Wait for the gradients of the step after its passes have ended."""
         self.replicas.end_step()
         if not self._has_backward and isinstance(self.loop, FSDPModule):
             self.loop.reset_iter_state()  # FSDP forgets what it noted of forward passes in a backward pass alone
 
     def end_evaluation(self) -> None:
-        """Frees what forward passes without backward passes have left: copies that compute, and gathered layers."""
+        """Free the compute-dtype copies and gathered layers that forward passes without backward passes have left."""
         self.replicas.begin_step(0)
         if isinstance(self.loop, FSDPModule):
             self.loop.reset_iter_state()
@@ -443,7 +443,7 @@ def _build_chunk(
 
 
 def _leave_resting_sharded(layers: Mapping[str, ChainLayer], plan: Plan, chain: ModelChain, stage: int) -> None:
-    """Has FSDP gather no layer ahead that has no backward pass.
+    """Keep FSDP from prefetching layers that have no backward pass.
 
     The first sharded layer of a part that has one gathers the one that ran before it, which may be such a layer, and
     would hold its parameters until the next forward pass. It is told to gather itself, which it has done by then.

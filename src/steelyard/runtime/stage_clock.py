@@ -1,4 +1,4 @@
-"""How long a rank works in a step: its forward and backward passes and the optimizer, without waiting for other stages.
+"""Work time of a rank in a step: its forward and backward passes and the optimizer, without waiting for other stages.
 
 On the CPU passes are timed by the wall clock. On a GPU events are recorded around each, and read when the step has
 ended, so nothing waits for the device. Waiting for the ranks of the same stage, inside collectives, counts as work: a
@@ -30,13 +30,13 @@ class StageClock:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Counts its body; a body inside another is counted once."""
+        """Count its body; a body inside another is counted once."""
         with self._counted("worked"):
             yield
 
     @contextmanager
     def seeing_waits(self) -> Iterator[None]:
-        """In the context, work that waits for other ranks is also counted by itself."""
+        """Also count work that waits for other ranks by itself, in the context."""
         waits = [(dist.Work, "wait"), (functional_collectives, "wait_tensor")]
         if self._device.type == "cuda":
             waits += [(torch.cuda.Stream, "wait_event"), (torch.cuda.Stream, "wait_stream")]
@@ -55,7 +55,7 @@ class StageClock:
         return worked_s, max(0.0, worked_s - waited_s)
 
     def watch(self, stage: PipelineStage) -> None:
-        """Counts the passes of a pipeline stage, whichever schedule runs them."""
+        """Count the passes of a pipeline stage, whichever schedule runs them."""
         for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
             setattr(stage, name, self._timed(getattr(stage, name)))
 

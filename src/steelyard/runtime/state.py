@@ -1,4 +1,4 @@
-"""What a training run is made of, under names that no plan changes.
+"""State of a training run, under names that no plan changes.
 
 | name                       | what                                                                        |
 |----------------------------|-----------------------------------------------------------------------------|
@@ -49,7 +49,7 @@ class ParameterNames:
 
 
 def parameter_names(chain: ModelChain) -> ParameterNames:
-    """The names of all parameters of a chain, found by identity in a model without memory."""
+    """Return the names of all parameters of a chain, found by identity in a model without memory."""
     model = build_meta_model(chain)
     names = {id(tensor): own_name(name) for name, tensor in saved_tensors(model)}
     by_path: dict[str, str] = {}
@@ -66,7 +66,7 @@ def parameter_names(chain: ModelChain) -> ParameterNames:
 
 
 def own_names(own: OwnSplit, layers: Mapping[str, nn.Module]) -> ParameterNames:
-    """The names of all that these layers of a user's own module save: their paths in the module.
+    """Return the names of all that these layers of a user's own module save: their paths in the module.
 
     The embedding and the head both have the buffers that are outside blocks; those of the head are copies.
     """
@@ -86,7 +86,7 @@ def own_names(own: OwnSplit, layers: Mapping[str, nn.Module]) -> ParameterNames:
 
 
 def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a module by their path, and the buffers that it saves beside them."""
+    """Yield the parameters of a module by their path, and the buffers that it saves beside them."""
     yield from module.named_parameters()
     for path, owner in module.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
@@ -112,11 +112,11 @@ class RunState:
         return own_names(split, self._model.layers) if isinstance(split, OwnSplit) else parameter_names(chain)
 
     def weights(self, *, copy: int = 0) -> dict[str, Tensor]:
-        """What this rank saves by its name in the unmodified model: of matrices that layers share, one copy."""
+        """Return the tensors that this rank saves, by name in the unmodified model; one copy of each shared matrix."""
         return {self.names.by_path[path]: tensor for path, tensor in self._saved(copy)}
 
     def tensors(self, *, copy: int = 0) -> dict[str, Tensor]:
-        """This rank's `weights`, what the optimizers keep of them, and in fp16 the loss scale."""
+        """Return this rank's `weights`, what the optimizers keep of them, and in fp16 the loss scale."""
         states = {id(parameter): state for each in self._optimizers for parameter, state in each.state.items()}
         found = self._model.loss_scale.tensors() if self._model.loss_scale else {}
         for path, parameter in self._saved(copy):
@@ -129,7 +129,7 @@ class RunState:
         return found
 
     def takers(self) -> dict[str, Any]:
-        """The modules that take weights on in a form of their own, by the name of the weights."""
+        """Return the modules that take weights on in a form of their own, by the name of the weights."""
         return {
             f"{self.names.by_path[f'{path}.codes'].removesuffix('codes')}weight": module
             for chunk in self._model.chunks
@@ -138,14 +138,14 @@ class RunState:
         }
 
     def take(self, tensors: Mapping[str, Tensor], *, copy: int = 0) -> None:
-        """Quantizes what was read into `tensors` of quantized states."""
+        """Quantize the values read into `tensors` and store them in the quantized states."""
         states = {id(parameter): state for each in self._optimizers for parameter, state in each.state.items()}
         for path, parameter in self._saved(copy):
             for slot, value in states.get(id(parameter), {}).items():
                 take(value, tensors[f"optimizer.{self.names.by_path[path]}.{slot}"])
 
     def round(self) -> None:
-        """Quantizes quantized states as reading them from a checkpoint does, so that a resumed run has the same bits.
+        """Requantize quantized states as reading a checkpoint does, so that a resumed run has the same bits.
 
         Their scales change by rounding errors of fp32.
         """
@@ -154,7 +154,7 @@ class RunState:
                 take(value, stored(value))
 
     def fill_optimizers(self) -> None:
-        """Makes the optimizers allocate what they keep, without changing a parameter, so that it can be read into.
+        """Make the optimizers allocate their states, without changing a parameter, so that they can be read into.
 
         An optimizer allocates in its first step, so it takes one with gradients of zero and a learning rate of zero,
         which does not count. Gradients stay as they are.
@@ -185,7 +185,7 @@ class RunState:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of this rank's random generators, by a name of its own."""
+    """Return the states of this rank's random generators, by a name of its own."""
     rank = dist.get_rank()
     states = {f"rng.{rank}.cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -194,7 +194,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """Sets this rank's random generators to states that `random_states` found."""
+    """Set this rank's random generators to states from `random_states`."""
     rank = dist.get_rank()
     torch.set_rng_state(states[f"rng.{rank}.cpu"])
     if device.type == "cuda":

@@ -43,12 +43,12 @@ class SharedGradient:
         self._adds = adds
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter repeats one that is counted elsewhere."""
+        """Return whether the parameter repeats one that is counted elsewhere."""
         return any(parameter is copy for copy in self._copies[1 if self._has_first else 0 :])
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Replaces the gradient of each copy by the sum of all; collective over the ranks that hold a copy.
+        """Replace the gradient of each copy by the sum of all; collective over the ranks that hold a copy.
 
         Gradients must hold one step alone: those of an earlier step would count twice.
         """
@@ -124,8 +124,9 @@ def _group_across(plan: Plan, stages: tuple[int, ...]) -> dist.ProcessGroup | No
 
 
 def _sum_parts(parts: list[Tensor], group: dist.ProcessGroup | None, device: str) -> None:
-    """Gives all parts, of which the ranks of the group hold the same entries, their sum; the group's sum is made on a
-    device of this type, wherever they lie.
+    """Replace each part by the sum of all parts over the group, whose ranks hold the same entries.
+
+    The group's sum is computed on a device of type ``device``, wherever the parts lie.
     """
     first, *others = parts
     for other in others:

@@ -69,13 +69,13 @@ class MemoryLimit:
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._budget_bytes / total_bytes))
 
     def check(self, peak_bytes: int) -> None:
-        """Raises `MemoryExceededError` if the peak of a step is above the budget that is enforced."""
+        """Raise `MemoryExceededError` if the peak of a step is above the enforced budget."""
         if self._budget_bytes is not None and peak_bytes > self._budget_bytes:
             raise MemoryExceededError(f"its tensors took {format_bytes(peak_bytes)} in a step; {self._predicted()}")
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turns what PyTorch raises in the context when memory runs out into a `MemoryExceededError`."""
+        """Convert PyTorch's out-of-memory errors in the context into `MemoryExceededError`."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -115,11 +115,10 @@ MAX_WARMUP_STEPS = 3
 
 
 def train(plan: Plan, data_path: str | Path | None, options: TrainOptions) -> RunRecord:
-    """Trains the plan's model; call it on every process of the plan, inside `process_group`.
+    """Train the plan's model; call it on every process of the plan, inside `process_group`.
 
-    ``data_path`` is None where ``options`` name a data set.
-
-    It begins with first weights, those of ``--init``, or where a checkpoint left off.
+    ``data_path`` is None if ``options`` name a data set. Training begins with new weights, those of ``--init``, or a
+    checkpoint.
 
     The first process prints one line per step and writes the metrics and the record that ``options`` ask for. Raises
     `InvalidDataError` for data that cannot be used, `InvalidCheckpointError` for weights or checkpoints that cannot be
@@ -163,7 +162,7 @@ class SlownessWatch:
         self._found: tuple[SlowRank, ...] = ()
 
     def after_step(self, number: int, own_s: float) -> tuple[SlowRank, ...]:
-        """The slow ranks of the last comparison; ``number`` counts the steps of this run from 0."""
+        """Return the slow ranks of the last comparison; ``number`` counts the steps of this run from 0."""
         if self._share <= 0 or number < MAX_WARMUP_STEPS:
             return ()
         self._seen_s.append(own_s)
@@ -212,7 +211,7 @@ class _Trainer:
             model.asked_to_stop = self.stop.is_asked
 
     def run(self) -> Iterator[Step]:
-        """Trains and yields step after step."""
+        """Train and yield step after step."""
         first_step = self.model.num_steps = self.persistence.num_steps
         num_updates = 0
         watch = SlownessWatch(self.model, self._options)
@@ -263,7 +262,7 @@ class _Trainer:
         self.persistence.end()
 
     def _parts(self, loss: float) -> dict[str, float]:
-        """What the loss of the last step is made of, where routers are trained."""
+        """Return the parts of the last step's loss; empty unless routers are trained."""
         if self.model.router_loss is None:
             return {}
         coefficient, of_routers = self.model.router_coefficient, self.model.router_loss.item()
@@ -307,7 +306,7 @@ class _Trainer:
 
 
 def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
-    """The record of a run, the same on every rank; a collective call."""
+    """Return the record of a run, the same on every rank; a collective call."""
     plan = trainer.model.plan
     slowest_s = torch.tensor([step.time_s for step in steps], dtype=torch.float64, device=trainer.model.device)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
@@ -360,16 +359,16 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
 
 
 def predicted_busy_s(plan: Plan) -> tuple[float, ...] | None:
-    """For each stage the seconds of a step in which it is predicted to work."""
+    """Seconds of a step in which each stage is predicted to work; None without a prediction."""
     if plan.prediction is None:
         return None
     return tuple(stage.total_time_s * plan.num_microbatches for stage in plan.prediction.stages)
 
 
 def predicted_own_s(plan: Plan, device: torch.device) -> tuple[float, ...] | None:
-    """For each stage the seconds of a step in which a rank is predicted to compute itself.
+    """Seconds of a step in which a rank of each stage is predicted to compute, without waiting.
 
-    None where the plan predicts nothing, or for another device type than it runs on.
+    None without a prediction, or if the plan is for another device type.
     """
     if plan.prediction is None or device_type_of(plan) not in (None, "gpu" if device.type == "cuda" else "cpu"):
         return None

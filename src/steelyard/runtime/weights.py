@@ -66,7 +66,7 @@ class StoredParameter:
         return (len(self.entries), *joined) if self.is_stacked else joined
 
     def read(self, open_tensor: OpenTensor, slices: tuple[slice, ...]) -> Tensor:
-        """A part of the parameter; of the files nothing else is read."""
+        """Return a part of the parameter; of the files nothing else is read."""
         if self.apart > 1:
             *others, parts, columns = slices
             width = self.shape(open_tensor)[-1]
@@ -97,10 +97,10 @@ def _read_entry(pieces: tuple[str, ...], open_tensor: OpenTensor, slices: tuple[
 def stored_parameters(
     model: PreTrainedModel, stored: Iterable[str], apart: Mapping[str, int]
 ) -> dict[str, StoredParameter]:
-    """What each parameter of a model (on the meta device) is made of, among the names of ``stored`` tensors.
+    """Return the ``stored`` tensors, by name, that make up each parameter of a model (on the meta device).
 
-    ``apart`` is of `stored_apart`. Names that are of no parameter come out under the name that they would have.
-    Raises `InvalidModelError` where transformers makes a parameter in a way that is not known here.
+    ``apart`` comes from `stored_apart`. Names of no parameter are returned under the name that they would have.
+    Raises `InvalidModelError` if transformers makes a parameter in a way that is not known here.
     """
     changes = get_model_conversion_mapping(model)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -162,9 +162,10 @@ _NUM_NAMED = 3
 
 
 def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 0) -> list[str]:
-    """Fills this rank's parameters from a Hugging Face folder; returns what is worth a notice.
+    """Fill this rank's parameters from a Hugging Face folder; return notices.
 
-    Values are converted to the type of the parameters. What levers add begins beside these weights, as ``seed`` says.
+    Values are converted to the type of the parameters. Parameters added by levers get their initial values here, from
+    these weights and ``seed``, if they depend on the weights.
     Raises `InvalidCheckpointError` if the folder is not one, if its config is of another model, or if a tensor is
     missing or has another shape.
     """
@@ -216,7 +217,7 @@ def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 
 
 
 def _begin_beside(state: RunState, chain: ModelChain, seed: int) -> None:
-    """Gives what levers add first values beside the weights as they are; a collective call of a stage's ranks."""
+    """Initialise parameters added by levers from the current weights; a collective call of a stage's ranks."""
     model, weights = build_meta_model(chain), state.weights()
     for each in _with_added(weights, chain, model):
         tensors = {name: whole_of(weights[own].detach()) for name, own in each.names.items()}
@@ -236,7 +237,7 @@ class _WithAdded:
 
 
 def _with_added(weights: Mapping[str, Tensor], chain: ModelChain, model: PreTrainedModel) -> Iterator[_WithAdded]:
-    """Those of which this rank has the weights, in the order of layers."""
+    """Yield the modules with added parameters whose weights this rank has, in the order of layers."""
     for layer in range(chain.num_layers):
         for path, inside in with_added(model, chain, layer).items():
             names = {name: own_name(f"{path}.{name}") for name in inside}
@@ -259,7 +260,7 @@ class WeightFolder:
         return list(self._files)
 
     def tensor(self, name: str) -> Any:
-        """A tensor of which parts can be read; raises `InvalidCheckpointError` if its file does not have it."""
+        """Return a tensor of which parts can be read. Raises `InvalidCheckpointError` if its file does not have it."""
         file = self._files[name]
         if file not in self._opened:
             self._opened[file] = self._stack.enter_context(_open(self.path / file))
@@ -272,7 +273,7 @@ class WeightFolder:
 
 
 def check_weights(path: Path, chain: ModelChain) -> None:
-    """Raises `InvalidCheckpointError` unless the folder holds weights and a config that agrees with the chain's."""
+    """Raise `InvalidCheckpointError` unless the folder holds weights and a config that agrees with the chain's."""
     try:
         content = read_json(path / "config.json")
     except (OSError, ValueError) as error:
@@ -300,7 +301,7 @@ def _is_compared(key: str) -> bool:
 
 
 def _compared(value: Any) -> Any:
-    """An entry of a config without what is not compared in the configs of parts."""
+    """Return an entry of a config without what is not compared in the configs of parts."""
     if not isinstance(value, Mapping):
         return value
     return {key: _compared(each) for key, each in value.items() if _is_compared(str(key))}
@@ -309,10 +310,10 @@ def _compared(value: Any) -> Any:
 def export_weights(
     path: Path, state: RunState, plan: Plan, *, tokenizer: Mapping[str, bytes], merge: bool = False
 ) -> None:
-    """Writes the weights and the config for `transformers`, in the precision that the plan computes in.
+    """Write the weights and the config for `transformers`, in the precision that the plan computes in.
 
-    Of a model with adapters these alone, for `peft`, or where they ``merge`` the weights that hold them. With the files
-    of the ``tokenizer`` by name. A collective call. The folder gets its name when all is written.
+    For a model with adapters, writes only the adapters, for `peft`, or with ``merge`` the weights merged with them.
+    Writes the files of the ``tokenizer`` too. A collective call. The folder gets its name after all is written.
     Raises `InvalidCheckpointError` if it cannot be written.
     """
     part = export_part(path)
@@ -352,7 +353,7 @@ def export_weights(
 
 
 def _tensor_files(path: Path) -> dict[str, str]:
-    """The file of every tensor in a folder."""
+    """Return the file of every tensor in a folder."""
     index = path / INDEX_FILE
     if index.is_file():
         try:
@@ -386,7 +387,7 @@ def _open(path: Path) -> Any:
 def _write_stage(
     part: Path, state: RunState, chain: ModelChain, plan: Plan, dtype: torch.dtype, *, alone: bool
 ) -> list[tuple[str, dict[str, int]]]:
-    """Writes the files of this rank's stage; on its first rank returns them, each with the bytes of its tensors."""
+    """Write the files of this rank's stage; on its first rank return them, each with the bytes of its tensors."""
     first_rank = plan.stages[plan.stage_of(dist.get_rank())].ranks[0]
     is_writer = dist.get_rank() == first_rank
     files: list[tuple[str, dict[str, int]]] = []
@@ -436,7 +437,7 @@ def _gathered(
 
 
 def _name_files(part: Path, files: list[tuple[str, dict[str, int]]]) -> None:
-    """Gives the files the names that Hugging Face uses, and writes the index where there are several."""
+    """Rename the files as Hugging Face does, and write the index if there are several."""
     if len(files) == 1:
         (part / files[0][0]).rename(part / SINGLE_FILE)
         return

@@ -129,7 +129,7 @@ def _tokenized(source: Source, tokenizer: Any, identity: str, seq_len: int) -> "
 
 
 class _RowError(ValueError):
-    """What is wrong with a row."""
+    """A row is invalid; the message is the reason."""
 
 
 def _written(tokenizer: Any, row: Sequence[Any]) -> _Turns:

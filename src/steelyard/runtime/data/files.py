@@ -49,12 +49,12 @@ class TokenFile:
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether ``path`` is read as token ids."""
+    """Return whether ``path`` is read as token ids."""
     return path.suffix in TOKEN_SUFFIXES and path.is_file()
 
 
 def open_token_file(path: Path, *, vocab_size: int) -> TokenFile:
-    """The token file at ``path``; raises `InvalidDataError` if it is none."""
+    """Return the token file at ``path``. Raises `InvalidDataError` if it is none."""
     named = Path(path.stem).suffix
     raw_type = named if named in _NAMED_TYPES else smallest_type(vocab_size, least=".uint16")
     try:
@@ -78,12 +78,12 @@ def open_token_file(path: Path, *, vocab_size: int) -> TokenFile:
 
 
 def open_bytes(path: Path) -> TokenFile:
-    """A file whose bytes are its tokens."""
+    """Return a file whose bytes are its tokens."""
     return TokenFile(path=path, dtype=np.dtype(np.uint8), offset_bytes=0, num_tokens=path.stat().st_size)
 
 
 def smallest_type(vocab_size: int, *, least: str = ".uint8") -> str:
-    """The name, in a file's name, of the smallest type that holds all tokens of a vocabulary."""
+    """Return the name, in a file's name, of the smallest type that holds all tokens of a vocabulary."""
     if vocab_size > _MOST_UINT16_TOKENS:
         return ".uint32"
     return ".uint16" if vocab_size > NUM_BYTE_TOKENS else least

@@ -48,7 +48,7 @@ class ByteTokenizer:
     """The token that stands for a hidden one, for bytes the first that is none; None where the vocabulary has none."""
 
     def encode(self, documents: Iterable[str]) -> Iterator[np.ndarray]:
-        """The bytes of each document and a zero byte."""
+        """Yield the bytes of each document and a zero byte."""
         for document in documents:
             yield np.frombuffer(document.encode() + b"\0", dtype=np.uint8)
 
@@ -79,7 +79,7 @@ class HubTokenizer(ByteTokenizer):
         self.identity = hashlib.sha256(f"{self._end}\n{content}".encode()).hexdigest()
 
     def encode(self, documents: Iterable[str]) -> Iterator[np.ndarray]:
-        """What the tokenizer makes of each document, without its own special tokens, and the end token."""
+        """Yield the tokens of each document, without the tokenizer's special tokens, followed by the end token."""
         end = [] if self._end is None else [self._end]
         remaining = iter(documents)
         while group := list(islice(remaining, _DOCUMENTS_AT_ONCE)):
@@ -91,12 +91,12 @@ class HubTokenizer(ByteTokenizer):
 
 
 def open_tokenizer(path: Path | None) -> ByteTokenizer:
-    """The tokenizer at ``path``, a ``tokenizer.json`` or the folder of one; bytes without a path."""
+    """Return the tokenizer at ``path``, a ``tokenizer.json`` or the folder of one; bytes without a path."""
     return ByteTokenizer() if path is None else HubTokenizer(path)
 
 
 def _special_tokens(config: Path) -> dict[str, str]:
-    """The special tokens that a tokenizer's config names, each by its text."""
+    """Return the special tokens that a tokenizer's config names, each by its text."""
     if not config.is_file():
         return {}
     try:
@@ -121,7 +121,7 @@ _PROBED_BYTES = 1 << 16
 
 
 def documents(path: Path | Rows, *, text_key: str) -> Iterator[str]:
-    """The documents at ``path`` in order; raises `InvalidDataError` for a row that has no text."""
+    """Yield the documents at ``path`` in order. Raises `InvalidDataError` for a row that has no text."""
     if isinstance(path, Rows):
         yield from path.documents(text_key)
         return
@@ -141,7 +141,7 @@ def documents(path: Path | Rows, *, text_key: str) -> Iterator[str]:
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file at ``path``, or the text files below the folder, in the order in which they are read."""
+    """Return the file at ``path``, or the text files below the folder, in the order in which they are read."""
     if path.is_file():
         return [path]
     found: list[Path] = []
@@ -155,7 +155,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 def check_is_text(file: Path) -> None:
-    """Raises `InvalidDataError` if the beginning of a file is not UTF-8 text."""
+    """Raise `InvalidDataError` if the beginning of a file is not UTF-8 text."""
     with file.open("rb") as opened:
         beginning = opened.read(_PROBED_BYTES)
     try:
@@ -184,7 +184,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """How text becomes tokens: a tokenizer (bytes without one), the column of rows, and how many bytes at most."""
+    """Options of tokenization: the tokenizer (None: bytes), the column of rows, and the maximum number of bytes."""
 
     tokenizer: Path | None = None
     text_key: str = "text"
@@ -198,7 +198,7 @@ class TextOptions:
 def prepare_data(
     data: Path | Rows | None, options: TextOptions, *, task: Task = Task.CAUSAL_LM, seq_len: int = 0
 ) -> None:
-    """Finds mistakes in the data before a run starts, and makes text into tokens while nobody waits for it."""
+    """Check the data and tokenize text before a run starts, so that no process waits for it."""
     if isinstance(data, Rows):
         check_rows(task, options)
         if options.completions_alone:
@@ -214,7 +214,7 @@ def prepare_data(
 
 
 def check_rows(task: Task, options: TextOptions) -> None:
-    """Raises `UserError` unless rows are data for the task."""
+    """Raise `UserError` unless rows are data for the task."""
     if not task.reads_text or task.reads_features:
         raise UserError(
             field="--dataset",
@@ -232,7 +232,7 @@ def check_rows(task: Task, options: TextOptions) -> None:
 
 
 def prepare_text(data: Path | Rows, options: TextOptions, *, folder: Path | None = None) -> Path:
-    """The token file of text, written now if it is new.
+    """Return the token file of text, written now if it is new.
 
     ``folder`` is that of the cache. Raises `InvalidDataError` where there is no text or no room to write.
     """
@@ -254,7 +254,7 @@ def prepare_text(data: Path | Rows, options: TextOptions, *, folder: Path | None
 
 
 def check_data_path(path: str | Path) -> None:
-    """Raises `InvalidDataError` if there is nothing at ``path``."""
+    """Raise `InvalidDataError` if there is nothing at ``path``."""
     if not os.path.exists(path):  # which calls a path too long no mistake of its own
         raise InvalidDataError(
             found=f"nothing at {path}",
@@ -264,14 +264,14 @@ def check_data_path(path: str | Path) -> None:
 
 
 def mask_token(data: str | Path | Rows, options: TextOptions) -> int | None:
-    """The token that hides another: as given, else the tokenizer's."""
+    """Return the token that hides another: as given, else the tokenizer's."""
     if options.mask_token is not None or (not isinstance(data, Rows) and is_token_file(Path(data))):
         return options.mask_token
     return open_tokenizer(options.tokenizer).mask_token
 
 
 def check_vocabulary(options: TextOptions, vocab_size: int) -> None:
-    """Raises `InvalidDataError` if the tokenizer has more tokens than the model."""
+    """Raise `InvalidDataError` if the tokenizer has more tokens than the model."""
     needed = open_tokenizer(options.tokenizer).vocab_size
     if vocab_size < needed:
         what = "text, which is read as bytes" if options.tokenizer is None else str(options.tokenizer)
@@ -295,7 +295,7 @@ def _key(data: Path | Rows, options: TextOptions, tokenizer: ByteTokenizer) -> s
 
 
 def _write(target: Path, path: Path | Rows, options: TextOptions, tokenizer: ByteTokenizer) -> None:
-    """Writes the token file as a whole or not at all."""
+    """Write the token file atomically."""
     texts = _limited(documents(path, text_key=options.text_key), options.max_bytes)
     scratch = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     dtype = smallest_type(tokenizer.vocab_size).removeprefix(".")
@@ -328,7 +328,7 @@ def _write(target: Path, path: Path | Rows, options: TextOptions, tokenizer: Byt
 
 
 def _limited(texts: Iterator[str], max_bytes: int | None) -> Iterator[str]:
-    """The beginning of the documents: ``max_bytes`` bytes in all, the last one cut between characters."""
+    """Yield the beginning of the documents: ``max_bytes`` bytes in all, the last one cut between characters."""
     if max_bytes is None:
         yield from texts
         return

@@ -29,7 +29,7 @@ FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt
 _WRITTEN = re.compile(r"(?P<name>.+?)(?:@(?P<split>[^@/]+?))?(?::(?P<weight>[-+]?\d[\d.eE+-]*))?")
 _SAVED = "dataset_info.json"
 _MIXING_SEED = 0
-"""Of the draws of a mixture; the order in which a run reads rows is the run's own."""
+"""Seed for the draws of a mixture; the run's own seed decides the order in which it reads rows."""
 _ROWS_AT_ONCE = 1000
 
 
@@ -42,7 +42,7 @@ class Source:
     weight: float | None
 
     def load(self) -> "Dataset":
-        """Return the rows; raises `InvalidDataError` where there are none."""
+        """Return the rows. Raises `InvalidDataError` if there are none."""
         datasets = _datasets()
         path = Path(self.name)
         if not path.exists() and (path.suffix in FILE_SUFFIXES or path.is_absolute()):
@@ -76,7 +76,7 @@ class Rows:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Self:
-        """Read sources as they are written; raises `InvalidDataError` for weights that make no mixture."""
+        """Read sources as they are written. Raises `InvalidDataError` for weights that make no mixture."""
         sources = []
         for text in texts:
             found = _WRITTEN.fullmatch(text)
@@ -96,7 +96,7 @@ class Rows:
         return cls(tuple(sources))
 
     def __str__(self) -> str:
-        """What tells a run's data from others', as written."""
+        """Return the text that identifies a run's data."""
         parts = ((f"@{each.split}", each) for each in self.sources)
         return " ".join(
             Path(each.name).name + split * (split != "@train") + (f":{each.weight:g}" if each.weight else "")
@@ -104,7 +104,7 @@ class Rows:
         )
 
     def documents(self, column: str) -> Iterator[str]:
-        """Yield the texts of a column; raises `InvalidDataError` for a row that has none."""
+        """Yield the texts of a column. Raises `InvalidDataError` for a row that has none."""
         parts = [(each, each.load()) for each in self.sources]
         for source, rows in parts:
             check_columns(source, rows, (column,), "the column of the text: --text-key")
@@ -145,7 +145,7 @@ def stored_files(rows: "Dataset") -> list[Any]:
 
 
 def check_columns(source: Source, rows: "Dataset", wanted: Sequence[str], expected: str) -> None:
-    """Raises `InvalidDataError` for rows without the columns that are wanted."""
+    """Raise `InvalidDataError` if rows lack a wanted column."""
     if not set(wanted) <= set(rows.column_names):
         raise InvalidDataError(
             found=f"columns {', '.join(rows.column_names)} in {source.name}@{source.split}",
@@ -164,7 +164,7 @@ def _wrong_weights(texts: Sequence[str]) -> InvalidDataError:
 
 
 def _datasets() -> Any:
-    """Return the package, which says nothing by itself; raises `InvalidDataError` where it is not installed."""
+    """Return the package, which says nothing by itself. Raises `InvalidDataError` if it is not installed."""
     try:
         import datasets
     except ImportError as error:

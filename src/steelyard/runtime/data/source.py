@@ -1,4 +1,4 @@
-"""What ``--data PATH`` means for a model: token files are read as they are, text is tokenized, others are folders.
+"""Data of ``--data PATH`` for a model: token files are read unchanged, text is tokenized, other data are folders.
 
 | model                 | a folder                                                                                     |
 |-----------------------|----------------------------------------------------------------------------------------------|
@@ -79,7 +79,7 @@ class OwnData:
         self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
 
     def read(self, samples: list[int]) -> Any:
-        """What the sample that was planned with is, for these samples."""
+        """Return these samples as one batch, in the structure of the sample that was planned with."""
         rows = [self._order.data_sample(sample) for sample in samples]
         taken = iter(torch.stack([each[row : row + 1][0] for row in rows]) for each in self._tensors)
         leaves = [next(taken) if isinstance(each, Tensor) else each for each in self._leaves]
@@ -87,7 +87,7 @@ class OwnData:
 
 
 def _opened_tensors(path: Path, names: list[str]) -> list[Any]:
-    """Tensors of a file of which rows can be read; raises `InvalidDataError` where one is missing."""
+    """Tensors of a file of which rows can be read. Raises `InvalidDataError` if one is missing."""
     check_data_path(path)
     try:
         file = safe_open(path, framework="pt")
@@ -193,7 +193,7 @@ class ImageData(ABC):
 
     @abstractmethod
     def image(self, data_sample: int) -> tuple[np.ndarray, int]:
-        """The values [C, H, W], from -1 to 1, of one image, and its class."""
+        """Return the values [C, H, W], from -1 to 1, of one image, and its class."""
 
     def read(self, samples: list[int]) -> Samples:
         """Images [len, C, H, W] and their classes."""
@@ -209,7 +209,7 @@ class SyntheticImages(ImageData):
         self._num_classes, self._seed = num_classes, seed
 
     def image(self, data_sample: int) -> tuple[np.ndarray, int]:
-        """A noisy pattern."""
+        """Return a noisy pattern."""
         label = data_sample % self._num_classes
         pattern = np.random.default_rng((mixed(self._seed), 0, label)).uniform(
             -0.5, 0.5, (self._shape[0], _PATTERN_SIZE, _PATTERN_SIZE)
@@ -244,7 +244,7 @@ class ImageFolder(ImageData):
         super().__init__(shape, num_samples=len(self._files), seed=seed)
 
     def image(self, data_sample: int) -> tuple[np.ndarray, int]:
-        """An image of the folder; raises `InvalidDataError` if it cannot be read any more."""
+        """Return an image of the folder. Raises `InvalidDataError` if it cannot be read any more."""
         file, label = self._files[data_sample]
         return _read_image(file, self._shape), label
 
@@ -272,7 +272,7 @@ def _read_image(file: Path, shape: tuple[int, int, int]) -> np.ndarray:
 
 
 NO_SAMPLE = -1
-"""In the place of a sample: nothing to read, and no target."""
+"""Placeholder for a sample: nothing to read, and no target."""
 
 
 class CompletionData:
@@ -311,7 +311,7 @@ SampleData: TypeAlias = (
 def open_samples(
     path: str | Path | Rows, text: TextOptions, chain: ModelChain, *, seq_len: int, seed: int
 ) -> SampleData:
-    """The samples of some data for what a model is trained for.
+    """Return the samples of some data for what a model is trained for.
 
     Raises `InvalidDataError` if a path is missing, holds nothing of the kind, is shorter than one sample, or does not
     belong to the model's vocabulary or classes.
@@ -351,7 +351,7 @@ def _open_tokens(
 
 
 def open_data(path: str | Path | Rows, text: TextOptions, *, seq_len: int, vocab_size: int, seed: int) -> TokenData:
-    """The samples of next-token prediction from a token file, text or rows; ``synthetic`` ones are made up."""
+    """Return the samples of next-token prediction from a token file, text or rows; ``synthetic`` ones are made up."""
     if not isinstance(path, Rows):
         path = Path(path)
         if str(path) == SYNTHETIC:
