@@ -21,11 +21,11 @@ from steelyard.model.chain import ModelChain
 
 BLOCK, SCALES_BLOCK, BYTE_BLOCK = 64, 256, 256
 PARTS = ("codes", "scales", "scales_of_scales", "offset")
-"""What is saved of a layer's weights."""
+"""Tensors saved of a layer's weights."""
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer whose weights are in few bits."""
+    """Linear layer with weights in few bits."""
 
     def __init__(self, linear: nn.Linear, word: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class QuantizedLinear(nn.Module):
         return made
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What `torch.nn.Linear` computes."""
+        """Compute the output of `torch.nn.Linear`."""
         return _Product.apply(inputs, self) if self.bias is None else _Product.apply(inputs, self) + self.bias
 
 
@@ -129,11 +129,11 @@ def change_model(lever: QuantizedBase, model: PreTrainedModel, _chain: ModelChai
 
 
 class _Unfilled(nn.Linear):
-    """What stands in the place of a quantized layer until it has first weights."""
+    """Placeholder for a quantized layer until it has first weights."""
 
 
 def begin_filling(module: nn.Module) -> nn.Module:
-    """Puts linear layers without values in the place of quantized ones, in place: they get the same first weights."""
+    """Replace quantized layers by linear layers without values, in place, so that they get the same first weights."""
     for _, parent, name, layer in list(_children(module, QuantizedLinear)):
         rows, columns = layer.shape
         with unset_fake_temporarily():
