@@ -29,7 +29,7 @@ its place."""
 
 @dataclass(slots=True)
 class Made:
-    """Recorded tensor and its source: the number of blocks that had ended, and the operation that made it."""
+    """Recorded tensor and its source: the number of blocks that had ended, and what made it."""
 
     tensor: Tensor
     after: int
