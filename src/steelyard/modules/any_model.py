@@ -1,6 +1,6 @@
-"""How any model of transformers splits by its structure: as packaged, or found once and remembered.
+"""Splits of transformers models by their structure: packaged, or found once and cached.
 
-Imports torch and transformers only where a model is not known yet.
+Imports torch and transformers only if a model is not known yet.
 """
 
 import json
@@ -21,15 +21,16 @@ from steelyard.modules.kept_splits import keep_split, kept_split
 from steelyard.plan.file import default_folder
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""Where a type knows them, under these names or its own, what a config must give: else they are another's."""
+"""Fields that a config must give if its type knows them, under these names or its own, because their defaults are those
+of another model."""
 _INSTEAD = {"hidden_size": WIDTH_KEYS, "num_hidden_layers": ("depths",)}
-"""What a config may give in the place of one of these, from which it follows."""
+"""Fields that a config may give instead of a needed one, which follows from them."""
 
 
 def split_of(config: Mapping[str, Any]) -> ModelSplit | None:
-    """How the model of a config splits; None for a type that transformers does not know.
+    """Return the split of a config's model; None for a type that transformers does not know.
 
-    Raises as `steelyard.model.read.chain_from_config`.
+    Raises the errors of `steelyard.model.read.chain_from_config`.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
@@ -39,7 +40,7 @@ def split_of(config: Mapping[str, Any]) -> ModelSplit | None:
 
 @cache
 def found_once(content: str, folder: Path) -> ModelSplit | None:
-    """How the model of a config, as JSON, splits: as remembered, as kept in a folder, or found and kept there."""
+    """Return the split of a config's model, given as JSON: cached in memory or a folder, or found and saved there."""
     config = json.loads(content)
     known = kept_split(config_hash(config), folder)
     if known is not None:
@@ -87,7 +88,7 @@ def changed_split_refused(split: Split, own: Callable[[], Split | None]) -> Iter
 
 
 def _first_difference(one: Any, other: Any, place: str) -> tuple[str, Any, Any]:
-    """The first place where two values of JSON differ, and what stands there."""
+    """Return the first place where two JSON values differ, and both values there."""
     if isinstance(one, dict) and isinstance(other, dict):
         pairs = [(f"{place}.{key}", one.get(key), other.get(key)) for key in other | one]
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):

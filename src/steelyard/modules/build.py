@@ -58,14 +58,14 @@ def read_hub_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedCon
 
 
 def full_config(config: PreTrainedConfig) -> dict[str, Any]:
-    """The config with all that it leaves to the defaults of transformers, in its parts too."""
+    """Return the config with all defaults of transformers filled in, also in its sub-configs."""
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return found
 
 
 @contextmanager
 def _as_the_configs(model_type: str) -> Iterator[None]:
-    """Says of whatever transformers raises while it makes something of a config that the config is wrong."""
+    """Turn any error that transformers raises on a config into `InvalidModelError` for the config."""
     try:
         yield
     except Exception as error:
@@ -135,7 +135,7 @@ def _has_experts(config: PreTrainedConfig) -> bool:
 
 
 def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
-    """Makes a model ready to be taken apart into layers, in place: every layer holds all that it computes with."""
+    """Prepare a model for division into layers, in place, so that every layer holds all that it computes with."""
     if chain.split.module:
         return
     prepare(model, chain.family.model_type)
@@ -184,9 +184,9 @@ def _module_at(model: PreTrainedModel, chain: ModelChain, path: str) -> nn.Modul
 
 
 def outside_buffers(model: PreTrainedModel, split: Split, layer: int) -> dict[str, Tensor]:
-    """By its path, what a model saves beside parameters in no module of a layer, as a bias of logits: of the head.
+    """Return the saved buffers outside the modules of all layers, such as a bias of logits, by path.
 
-    Whole numbers, as those of places, follow from the config.
+    They belong to the head; other layers have none. Integer buffers, such as positions, follow from the config.
     """
     if isinstance(split, OwnSplit) or layer < len(split.layers) - 1:
         return {}
@@ -204,7 +204,7 @@ def outside_buffers(model: PreTrainedModel, split: Split, layer: int) -> dict[st
 def materialize_layer(
     model: PreTrainedModel, chain: ModelChain, layer: int, *, seed: int, device: torch.device
 ) -> None:
-    """Gives the modules of one layer memory on ``device`` and their first weights, in place.
+    """Allocate the modules of one layer on ``device`` and initialize their weights, in place.
 
     Modules that already have memory (loaded weights) are moved and keep their values.
     """
@@ -250,16 +250,16 @@ def materialize_layer(
 
 
 def materialize_module(model: PreTrainedModel, module: nn.Module, *, seed: int, device: torch.device) -> None:
-    """Gives a module of a model memory on ``device`` and first weights that depend on the seed alone, in place."""
+    """Allocate a module of a model on ``device`` and initialize its weights from the seed alone, in place."""
     module.to_empty(device=device)
     _initialize(model, module, seed=seed, layer=0)
 
 
 @torch.no_grad()
 def fill_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
-    """Gives one module without parameters its buffers on ``device``, as the model makes them from its config.
+    """Fill the buffers of one module without parameters on ``device``, as the model makes them from its config.
 
-    The parameters of modules below it stay as they are, though some models fill them from above.
+    Parameters of its submodules stay unchanged, although some models initialize them from the parent.
     """
     for name, buffer in module._buffers.items():
         if buffer is not None:
@@ -270,7 +270,7 @@ def fill_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device
 
 @contextmanager
 def _parameters_as_they_are(module: nn.Module) -> Iterator[None]:
-    """Within it transformers fills no parameter of a module."""
+    """Keep transformers from initializing the parameters of a module."""
     with ExitStack() as stack:
         for parameter in module.parameters():
             stack.enter_context(mock.patch.object(parameter, "_is_hf_initialized", True, create=True))
@@ -278,7 +278,7 @@ def _parameters_as_they_are(module: nn.Module) -> Iterator[None]:
 
 
 def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: int) -> None:
-    """Fills a module with first weights that depend on the seed and the layer alone; parts before the whole."""
+    """Initialize the weights of a module from the seed and the layer alone, submodules first."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed * _SEED_STRIDE + layer)
         for tensor in (*module.buffers(), *module.parameters()):
@@ -300,7 +300,7 @@ def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: 
 
 @torch.no_grad()
 def _fill_the_rest(module: nn.Module, config: PreTrainedConfig) -> None:
-    """Gives parameters that only a constructor fills (`Conv1D` of OpenAI's GPT) their usual first values."""
+    """Give parameters that only a constructor initializes (`Conv1D` of OpenAI's GPT) their usual first values."""
     own = module.named_parameters(recurse=False)
     missing = {name: each for name, each in own if not is_fake(each) and each.isnan().any()}
     if not missing:
@@ -316,7 +316,7 @@ def _fill_the_rest(module: nn.Module, config: PreTrainedConfig) -> None:
 
 
 def _parts_of_their_own(model: PreTrainedModel) -> dict[nn.Module, PreTrainedModel]:
-    """The innermost model of transformers that each module lies in, which says how it is filled."""
+    """Return the innermost transformers model around each module, which defines how the module is initialized."""
     models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     return {each: part for part in models for each in part.modules()}
 

@@ -59,14 +59,14 @@ class _Call(NamedTuple):
     step: str
     given: Tensor
     written: int
-    """How often what it was given had been written to before."""
+    """Number of earlier in-place writes to the input."""
     returned: Tensor
     version: int
-    """How often what it returned had been."""
+    """Number of in-place writes to the output by then."""
 
 
 class CalledModules:
-    """Within it, it remembers the calls of a model's modules, and of operations, that make one tensor of one alone."""
+    """Context manager that records calls of a model's modules, and of operations, that map one tensor to one."""
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = {module: path for path, module in model.named_modules()}
@@ -77,7 +77,7 @@ class CalledModules:
 
     @property
     def attention_drops(self) -> bool:
-        """Whether a kernel of attention was called that drops entries."""
+        """Whether an attention kernel with dropout was called."""
         return self._operations.attention_drops
 
     def __enter__(self) -> Self:

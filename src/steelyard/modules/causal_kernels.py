@@ -1,11 +1,11 @@
-"""Causal attention of the last tokens of a prefix, forward and backward apart, so that its keys need not be kept.
+"""Causal attention of the last tokens of a prefix, with separate forward and backward, so that keys need not be kept.
 
-A query is one of the last P of N places, and sees the keys up to its own place: all of them, or those of a window.
+A query is one of the last P of N places, and sees the keys up to its place: all of them, or those of a window.
 
 | device, type  | plain causal                                   | sliding window                               |
 |---------------|------------------------------------------------|----------------------------------------------|
-| CPU           | flash without a mask, on what lies before the  | flash with a mask [P, keys in reach]         |
-|               | queries and on their own square, merged        |                                              |
+| CPU           | flash without a mask, on keys before the       | flash with a mask [P, keys in reach]         |
+|               | queries and on the queries' square, merged     |                                              |
 | CUDA, 16 bits | flash, which aligns queries with the last keys | as in the next line                          |
 | CUDA, else    | PyTorch's choice, computed again in backward   | the same, with a mask [P, keys in reach]     |
 
@@ -32,18 +32,20 @@ _FLASH_HEAD_SIZES = range(8, 257, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """How scores are made: what products are multiplied by, and how many places a query sees, its own among them."""
+    """Parameters of attention scores: the scale of products, and the number of places that a query sees, its own
+    included.
+    """
 
     scale: float | None = None
     window: int | None = None
 
     def reach(self, num_queries: int, num_keys: int) -> int:
-        """How many of the last keys the queries see."""
+        """Return the number of last keys that the queries see."""
         return num_keys if self.window is None else min(num_keys, num_queries + self.window - 1)
 
 
 class Attended(NamedTuple):
-    """The output [B, h, P, D] and the logarithms of the sums of exponentials [B, h, P] (empty: computed again)."""
+    """Output [B, h, P, D] and log-sum-exp [B, h, P] of attention (empty if recomputed)."""
 
     output: Tensor
     log_sums: Tensor
@@ -58,7 +60,7 @@ class Gradients(NamedTuple):
 
 
 def attend(query_BhPD: Tensor, key_BgND: Tensor, value_BgND: Tensor, scores: Scores) -> Attended:  # noqa: N803
-    """What the last P places attend to, of N."""
+    """Return the attention of the last P of N places."""
     inputs, scores = _in_reach(query_BhPD, key_BgND, value_BgND, scores)
     if query_BhPD.device.type == "cpu":
         return _cpu_forward(*inputs, scores)
@@ -87,7 +89,7 @@ def attend_backward(
 
 
 def window_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys [P, N] each of the last P places sees."""
+    """Return the mask [P, N] of keys that each of the last P places sees."""
     keys = torch.arange(num_keys, device=device)
     places = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
     seen = keys <= places
@@ -155,7 +157,7 @@ def _cpu_backward(
 
 
 def _cpu_mask(query: Tensor, key: Tensor, scores: Scores) -> Tensor | None:
-    """What is added to the scores, in their type, where a window hides any key."""
+    """Return the additive mask of a window, in the dtype of the scores; None without a window."""
     if scores.window is None:
         return None
     seen = window_mask(query.size(2), key.size(2), scores.window, query.device)

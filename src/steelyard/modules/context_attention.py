@@ -4,8 +4,8 @@ Over c ranks the sequence is cut into 2c equal pieces. Rank r holds pieces r and
 from the tail, whose causal prefixes have 2c + 1 pieces together whatever r is: equal work for all. The ranks' tokens
 one after another are the *rank order*; the sequence as it reads is the *natural order*.
 
-It is an attention implementation of transformers like its own ``sdpa``, under the name `IMPLEMENTATION`, and the same
-to the bit but for the modules that have a `DIVISION`. Such a module is given query, key and value of this rank's
+It is an attention implementation of transformers like its own ``sdpa``, under the name `IMPLEMENTATION`, and bitwise
+identical except for the modules that have a `DIVISION`. Such a module is given query, key and value of this rank's
 tokens, [B, heads, s, D], and returns the output of these tokens; how the ranks help each other is its method:
 
 | method  | forward                                                 | backward                                        |
@@ -51,11 +51,11 @@ from steelyard.modules.causal_kernels import Attended, Scores, attend, attend_ba
 from steelyard.modules.remat import kept_whole
 
 SEQUENCE_DIM = 1
-"""Of token ids [B, S], of hidden states [B, S, H] and of rotary embeddings [1, S, D]."""
+"""Sequence dimension of token ids [B, S], hidden states [B, S, H] and rotary embeddings [1, S, D]."""
 
 
 def piece_size(seq_len: int, degree: int) -> int:
-    """Tokens of one of the 2 · ``degree`` pieces; raises `InvalidPlanError` where they would not be equal."""
+    """Return the tokens in each of 2 · ``degree`` equal pieces. Raises `InvalidPlanError` if they cannot be equal."""
     if seq_len % (2 * degree):
         raise InvalidPlanError(
             field="seq_len",
@@ -104,7 +104,7 @@ _collective = torch.ops._c10d_functional
 
 
 class ContextMethod(StrEnum):
-    """How ranks that hold different tokens attend to each other's."""
+    """Method by which ranks that hold different tokens attend to each other's tokens."""
 
     GATHER = "gather"
     ULYSSES = "ulysses"
@@ -112,7 +112,7 @@ class ContextMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ContextDivision:
-    """Over which ranks an attention module's sequence is divided, by which method, and the window it slides."""
+    """Division of an attention module's sequence: ranks, method and sliding window."""
 
     mesh: DeviceMesh
     method: ContextMethod
@@ -120,7 +120,7 @@ class ContextDivision:
 
 
 def reads_mask(block: nn.Module) -> bool:
-    """Whether the attention of a block needs the mask of the whole sequence, which grows with its square."""
+    """Return whether a block's attention needs the whole sequence's mask, which grows with the square of its length."""
     divisions = (getattr(module, DIVISION, None) for module in block.modules())
     return not any(division is not None and division.method is ContextMethod.GATHER for division in divisions)
 
@@ -218,14 +218,14 @@ class _GatheredAttention(torch.autograd.Function):
 
 
 def _prefixes(keys: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
-    """Where the causal prefixes of this rank's two pieces end."""
+    """Return the ends of the causal prefixes of this rank's two pieces."""
     size = keys.size(2) // (2 * mesh.size())
     first, second = pieces_of(mesh.get_local_rank(), mesh.size())
     return (first + 1) * size, (second + 1) * size
 
 
 def _gather_keys(key_BgsD: Tensor, value_BgsD: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:  # noqa: N803
-    """Keys and values [B, g, S, D] of all ranks in natural order."""
+    """Gather keys and values [B, g, S, D] of all ranks in natural order."""
     pairs_Bs2gD = torch.stack([key_BgsD.transpose(1, 2), value_BgsD.transpose(1, 2)], 2)  # noqa: N806
     pieces = pairs_Bs2gD.unflatten(1, (2, -1)).movedim(1, 0).contiguous()
     group = mesh.get_group().group_name
@@ -242,7 +242,7 @@ def _unpaired(pairs_BS2gD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: N803
 
 
 def _scatter_sums(of_pairs_BS2gD: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:  # noqa: N803
-    """Of gradients of all keys and values the sums over ranks of this rank's own, [B, g, s, D] each."""
+    """Sum gradients of all keys and values over ranks, and return those of this rank's, [B, g, s, D] each."""
     pieces = of_pairs_BS2gD.chunk(2 * mesh.size(), 1)
     in_rank_order = torch.stack([pieces[place] for place in rank_order(mesh.size())])
     group = mesh.get_group().group_name
@@ -278,7 +278,7 @@ def _tokens_to_heads(output_BShD: Tensor, mesh: DeviceMesh) -> Tensor:  # noqa: 
 
 
 def _exchanged(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """From every rank what it holds for this one, [c, …], of what this one holds for each, [c, …]."""
+    """Exchange parts [c, …], one for each rank, and return the parts for this rank [c, …], one from each."""
     equal = [1] * mesh.size()
     received = _collective.all_to_all_single(tensor.contiguous(), equal, equal, mesh.get_group().group_name)
     return _collective.wait_tensor(received)

@@ -102,7 +102,7 @@ def _product(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Ten
 
 
 def compute_pairs(experts: nn.Module, inputs_KH: Tensor, ends_E: Tensor, share: float) -> Tensor:  # noqa: N803
-    """What this rank's experts make of rows [K, H] that are sorted by expert; zeros behind the last expert's rows.
+    """Return the outputs of this rank's experts for rows [K, H] sorted by expert; zeros after the last expert's rows.
 
     Expert e ends before row ``ends_E[e]``; ``share`` as in `grouped_mm`.
     """

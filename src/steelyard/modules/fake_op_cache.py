@@ -27,10 +27,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Note = TypeVar("Note")
-"""What the caller wants to know of an operation beside its result."""
+"""Caller's record of an operation, kept with its result."""
 
 Look = tuple[Hashable, list[FakeTensor]]
-"""The key of a call, equal for calls that return alike, and the tensors among its arguments."""
+"""Key of a call, equal for calls with equal results, and the tensors among its arguments."""
 
 _PLAIN = frozenset(
     (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -65,14 +65,14 @@ _Result = _Same | _Made | None
 
 @dataclass(frozen=True, slots=True)
 class CachedOp(Generic[Note]):
-    """What an operation returned, in a form to be made again, and the caller's note of it."""
+    """Result of an operation, in a form that can be rebuilt, and the caller's note of it."""
 
     results: tuple[_Result, ...]
     container: type[list[Any]] | type[tuple[Any, ...]] | None
     note: Note
 
     def again(self, tensors: list[FakeTensor]) -> Any:
-        """The results for these tensors, which look as those of the first call."""
+        """Rebuild the results for these tensors, which have the look of those of the first call."""
         made = [_make(result, tensors) for result in self.results]
         return made[0] if self.container is None else self.container(made)
 
@@ -84,15 +84,15 @@ class FakeOpCache(Generic[Note]):
     _found: dict[Hashable, CachedOp[Note]] = field(default_factory=dict)
 
     def find(self, key: Hashable) -> CachedOp[Note] | None:
-        """What the call of this key returned, if there was one."""
+        """Return the cached result of a call by key; None if there was no such call."""
         return self._found.get(key)
 
     def run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], note: Callable[[Any], Note]
     ) -> tuple[Any, Note]:
-        """What a call returns, run only if it was not seen before, and the note of its result.
+        """Return the result of a call, run only if it is not cached, and the note of the result.
 
-        A condition on what is drawn at random (whether adapters compute at all, in some kinds) holds.
+        Conditions on random draws (whether adapters of some kinds compute at all) are true.
         """
         if func is _VALUE and type(args[0]) is FakeTensor and args[0].dtype is torch.bool:
             return True, note(True)
@@ -110,7 +110,7 @@ class FakeOpCache(Generic[Note]):
         return out, found
 
     def remember(self, looks: Look, call: tuple[Any, ...], out: Any, note: Note) -> None:
-        """Keeps what a call (operation, arguments, named arguments) returned, where that follows from its `look`."""
+        """Cache the result of a call (operation, arguments, named arguments) if it follows from the call's `look`."""
         key, tensors = looks
         after = look(*call)
         if after is None or after[0] != key:
@@ -169,7 +169,7 @@ class FakeOpMode(TorchDispatchMode):
 
     @abstractmethod
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an operation and counts it."""
+        """Run an operation and count it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -187,7 +187,7 @@ def has_parts(tensor_type: type[torch.Tensor]) -> bool:
 
 
 def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Look | None:
-    """How a call looks; None where its result does not follow from that."""
+    """Return the `Look` of a call; None if the result does not follow from it."""
     if not _UNTOLD.isdisjoint(func.tags):
         return None
     key: list[Any] = [func, torch.get_default_dtype()]
@@ -240,7 +240,7 @@ def _is_plain(tensor: FakeTensor) -> bool:
 
 
 def _describe(out: Any, tensors: list[FakeTensor]) -> _Result:
-    """How a result is made again from the tensors among the arguments."""
+    """Return a description from which a result can be rebuilt, given the tensors among the arguments."""
     if out is None:
         return None
     if type(out) is not FakeTensor or not _is_plain(out):
@@ -283,5 +283,5 @@ def _make(result: _Result, tensors: list[FakeTensor]) -> Any:
 
 @cache
 def _fields_of_any() -> dict[str, Any]:
-    """What the constructor sets in a fake tensor of the CPU, whatever its mode is."""
+    """Return the attributes that the constructor sets in a CPU fake tensor, whatever its mode."""
     return vars(FakeTensor(FakeTensorMode(), torch.empty((), device="meta"), _CPU))

@@ -1,4 +1,4 @@
-"""Which parameters of a model are frozen: found by the names that the model gives them, and made so in its layers."""
+"""Freezing of parameters: finds them by the model's own names, and freezes them in its layers."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -29,11 +29,11 @@ class _Named(NamedTuple):
 
 
 def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> Freeze | None:
-    """What these patterns freeze of a model, and what it has without gradients; None where that is nothing.
+    """Return the parameters that patterns freeze, and those without gradients in the model; None if there are none.
 
     A pattern is the path of a module or parameter as ``named_parameters`` spells it, ``*`` and the like as in a
     stubbed module. ``own`` is a user's own module (`steelyard.modules.own_pieces.OwnModel`); one of transformers is
-    built. Raises `InvalidModelError` for a pattern that matches nothing, and where nothing is left to train.
+    built. Raises `InvalidModelError` if a pattern matches nothing or nothing is left to train.
     """
     if own is None and not patterns and not chain.changes:
         return None
@@ -95,7 +95,7 @@ def freeze_layer(layer: nn.Module, chain: ModelChain, number: int) -> None:
 
 
 def rest_in(layer: nn.Module, dtype: torch.dtype, *, trained: bool = False) -> None:
-    """Keeps what is not trained of a layer, or all that is, in the type that it computes in, in place."""
+    """Cast a layer's frozen parameters, or all if ``trained``, to its compute dtype, in place."""
     for parameter in layer.parameters():
         if (trained or not parameter.requires_grad) and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -105,14 +105,16 @@ def rest_in(layer: nn.Module, dtype: torch.dtype, *, trained: bool = False) -> N
 
 
 def rests_in(name: str, buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The type that a buffer of a layer which computes in ``dtype`` rests in: that, of what levers have added."""
+    """Return the storage dtype of a buffer in a layer that computes in ``dtype``: ``dtype`` for floating-point buffers
+    of adapters, else its own.
+    """
     return dtype if is_added(name) and buffer.is_floating_point() else buffer.dtype
 
 
 def check_frozen(model: Any, chain: ModelChain) -> None:
-    """Raises `InvalidModelError` where a model, made ready, has no gradients of what a plan trains.
+    """Raise `InvalidModelError` if a prepared model has no gradients for parameters that a plan trains.
 
-    What a class of transformers itself does not train is no part of that, nor is it in plans that freeze nothing.
+    Parameters that a class of transformers itself does not train are exempt, also in plans that freeze nothing.
     """
     frozen = {
         each.path: each.layer
@@ -162,7 +164,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _parts(named: Sequence[_Named], frozen: Collection[tuple[int, str]], num_layers: int) -> Iterator[FrozenLayers]:
-    """What is frozen, layer by layer, that without parameters too; neighbours of which the same is, together."""
+    """Yield the frozen parameters layer by layer, including layers without parameters; equal neighbours are merged."""
     found: dict[int, tuple[str, ...] | None] = dict.fromkeys(range(num_layers), ())
     for layer, of_layer in groupby(named, key=lambda each: each.layer):
         found[layer] = _paths({each.local: (layer, each.local) in frozen for each in of_layer})

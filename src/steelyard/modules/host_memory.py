@@ -28,10 +28,10 @@ def is_on_host(storage: torch.UntypedStorage) -> bool:
 
 
 def rest_on_host(layer: FSDPModule, device_type: str) -> None:
-    """Prepares a layer that FSDP has sharded with its `CPUOffloadPolicy`, in place.
+    """Prepare a layer that FSDP has sharded with its `CPUOffloadPolicy`, in place.
 
-    On a CPU FSDP copies nothing from its memory to its memory: parameters are then copied and marked once, and
-    gradients whenever a backward pass has made some. A host that steps for GPUs uses all its cores, each rank a part.
+    On a CPU, FSDP makes no copies from host memory to host memory: parameters are copied and marked here once, and
+    gradients after every backward pass. A host that steps for GPUs uses all its cores, divided over the ranks.
     """
     if device_type != "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

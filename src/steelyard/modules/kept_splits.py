@@ -24,7 +24,7 @@ def kept_split(config_hash: str, folder: Path | None) -> ModelSplit | None:
 
 
 def read_kept(path: Path, schema: type[Schema], notice: str) -> Schema | None:
-    """What a file keeps; None where it is not there, or cannot be read, which the log says after ``notice``."""
+    """Return the content of a file; None if it is missing, or unreadable (logged after ``notice``)."""
     if not path.is_file():
         return None
     try:
@@ -35,7 +35,7 @@ def read_kept(path: Path, schema: type[Schema], notice: str) -> Schema | None:
 
 
 def keep_split(config_hash: str, split: ModelSplit, folder: Path | None) -> None:
-    """Keeps how a model splits in a folder, where there is one."""
+    """Save the split of a model in a folder; do nothing without a folder."""
     if folder is not None:
         keep(_path(config_hash, folder), split.model_dump_json())
 

@@ -42,7 +42,7 @@ class Blank(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device) -> "Blank":
-        """Makes one like a tensor on the meta device."""
+        """Create a blank like a tensor on the meta device."""
         options = {"strides": meta.stride(), "storage_offset": meta.storage_offset(), "dtype": meta.dtype}
         found = Tensor._make_wrapper_subclass(cls, meta.shape, **options, device=device, requires_grad=False)
         found.meta = meta
@@ -52,12 +52,12 @@ class Blank(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Computes nothing."""
+        """Run the operation without computing values."""
         return _of_blanks(func, args, kwargs or {})
 
 
 class Blanks(TorchDispatchMode):
-    """Within it operations on blanks are seen by no mode that counts or keeps what is computed."""
+    """Mode that hides operations on blanks from modes that count operations or keep their results."""
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -115,20 +115,20 @@ _NUMBERS = frozenset(("item", "tolist", "__bool__", "__int__", "__float__", "__i
 
 
 def tell(tensor: Tensor, values: Tensor) -> None:
-    """Has ``values`` be known of a tensor of the same shape."""
+    """Attach known ``values`` to a tensor of the same shape."""
     tensor._known = lambda: values
 
 
 class KnownValues(TorchFunctionMode):
-    """Within it functions of tensors without values keep what is known of their results, and read it."""
+    """Mode in which functions of tensors without values record and read the known values of their results."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asked = False
-        """Whether a value was asked for that a tensor does not have."""
+        """Whether a value was requested that a tensor does not have."""
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The result of a function, and what is known of it."""
+        """Return the result of a function, with its known values attached."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in ("__getitem__", "__setitem__"):
             args = self._with_places(args)
@@ -195,9 +195,9 @@ def is_known(tensor: Tensor) -> bool:
 def without_values(
     samples: Iterable[Tensor], token: int = 0, first: tuple[int | None, int] = (None, 0)
 ) -> Iterator[KnownValues | None]:
-    """Within it a forward pass knows of samples without values that they are this token; nothing changes for others.
+    """Make a forward pass treat samples without values as filled with ``token``; samples with values are unchanged.
 
-    Of token ids the ``first`` are another token, so many, where one is given.
+    ``first`` is a different token for the first places of token ids, and the number of these places.
     """
     bare = [each for each in samples if not has_values(each)]
     if not bare:
@@ -212,7 +212,7 @@ def without_values(
 
 
 def with_first(ids: Tensor, token: int | None, count: int) -> Tensor:
-    """Token ids [B, S] of which the first, so many, are a token, where one is given."""
+    """Return token ids [B, S] with the first ``count`` places set to ``token``; unchanged if it is None."""
     if token is None:
         return ids
     found = ids.clone()
@@ -242,7 +242,7 @@ def values_of(tensor: Tensor) -> tuple[Any, ...] | None:
 
 
 def _later(func: Any, args: Any, kwargs: Any, name: str) -> Callable[[], Any]:
-    """What computes the result from known values when it is first asked for."""
+    """Return a function that computes the result from known values at its first call."""
     known: list[Any] = []
     writes = (name.endswith("_") and not name.startswith("__")) or name == "__setitem__" or name.startswith("__i")
     given, form = pytree.tree_flatten((args, kwargs))
@@ -261,7 +261,7 @@ def _later(func: Any, args: Any, kwargs: Any, name: str) -> Callable[[], Any]:
 
 
 def _before(value: Any) -> Any:
-    """What gives a known tensor's values later, of an unknown one only shape and type; a device is the host."""
+    """Return a function for a tensor's values: known, else zeros of its shape and dtype. Devices become the CPU."""
     if isinstance(value, torch.device) or (isinstance(value, str) and value in ("meta", "cuda")):
         return torch.device("cpu")
     if not isinstance(value, Tensor):
@@ -273,7 +273,7 @@ def _before(value: Any) -> Any:
 
 
 def _valueless(values: Any, like: Tensor) -> Any:
-    """What came out as tensors like ``like``, with what is known of them; numbers and lists of numbers as they are."""
+    """Convert results to tensors on the device of ``like`` with known values; numbers and lists stay unchanged."""
 
     def bare(each: Tensor) -> Tensor:
         found = torch.empty(each.shape, dtype=each.dtype, device=like.device)

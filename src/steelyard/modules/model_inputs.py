@@ -1,4 +1,4 @@
-"""What a model of transformers is given beside its parameters: samples and labels, and the options of its forward pass.
+"""Inputs of a transformers model: samples and labels, and the options of its forward pass.
 
 | task                 | the first layer reads           | the head compares with                          |
 |----------------------|---------------------------------|-------------------------------------------------|
@@ -121,11 +121,11 @@ _FEATURES: Mapping[str, Callable[[Any], tuple[str, tuple[int, ...]]]] = {
     "speech_to_text": lambda config: ("input_features", (config.max_source_positions, config.input_feat_per_channel)),
     "whisper": lambda config: ("input_features", (config.num_mel_bins, 2 * config.max_source_positions)),
 }
-"""By type the name and the shape of sound, as of mel bins by frames, two of which make one place."""
+"""Name and shape of sound by model type, such as mel bins by frames, two of which make one place."""
 
 
 def features_of(model: PreTrainedModel, task: Task) -> SplitFeatures:
-    """What the first layer of a model reads beside token ids; raises `InvalidModelError` where that is not known."""
+    """Return the non-text features that a model's first layer reads. Raises `InvalidModelError` if they are unknown."""
     config = model.config
     if task is Task.IMAGE_TEXT:
         return _image_and_places(model)
@@ -198,16 +198,15 @@ def _unknown(config: PreTrainedConfig, of: str) -> InvalidModelError:
 
 
 NO_MASK = "flash_attention_2"
-"""An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""
+"""Attention implementation that reads no mask of plain sequences, used so that no unread mask is made."""
 
 
 @contextmanager
 def one_sequence_each() -> Iterator[None]:
-    """Within it a forward pass of transformers asks no values of samples, of which what follows is known.
+    """Keep a transformers forward pass from reading values of samples whose outcome is known.
 
-    It does not search samples for several sequences packed together, since here there is one in each, nor for padding,
-    since there is none, and does not draw whether it leaves a block out, since all blocks of a plan run. Threads may be
-    within it at the same time.
+    The pass does not search samples for packed sequences, because each sample is one sequence, nor for padding, because
+    there is none, and does not draw whether to skip a block, because all blocks of a plan run. Thread-safe.
     """
     global _num_within  # noqa: PLW0603  what is replaced is global, too
     with _within_lock:
@@ -230,18 +229,18 @@ def _draw(*size: Any, **options: Any) -> Any:
 
 
 def _nothing(*_places: Any, **_names: Any) -> None:
-    """In the place of what has nothing to do where samples are not padded; a mock would keep what it was given."""
+    """Do nothing, instead of functions without effect on unpadded samples; a mock would keep its arguments alive."""
 
 
 def _is_plain_causal(
     padding: Tensor | None, queries: int, keys: int, first_query: int, first_key: int, window: int | None = None
 ) -> bool:
-    """Whether attention needs no mask: as in transformers, and where a window is as long as the sequence."""
+    """Return whether attention needs no mask: as in transformers, and if a window is as long as the sequence."""
     return _needs_no_mask(padding, queries, keys, first_query, first_key, None if window is None else window + 1)
 
 
 def _listed(tensor: FakeTensor) -> Any:
-    """What is known of a fake tensor, as a list; fake tensors ask for one entry after the other."""
+    """Return the known values of a fake tensor as a list; fake tensors would ask for each entry separately."""
     return known_of(tensor).tolist() if is_known(tensor) else _to_list(tensor)
 
 
@@ -258,26 +257,26 @@ _REPLACED = (
     mock.patch.object(FakeTensor, "tolist", _listed),
 )
 Read = tuple[int, int, int] | SplitFeatures | None
-"""What the first layer reads: images of this shape, features, or token ids."""
+"""Inputs of the first layer: images of this shape, features, or token ids (None)."""
 
 
 def read_by(split: ModelSplit) -> Read:
-    """What the first layer of a model reads."""
+    """Return the inputs that a model's first layer reads."""
     return split.features or split.image
 
 
 def ids_beside(task: Task) -> str:
-    """What the model calls the token ids that its first layer does not read; empty where there are none."""
+    """Return the model's name for the token ids that its first layer does not read; empty if there are none."""
     return "decoder_input_ids" if task.has_decoder else "input_ids" if task.has_two_lists else ""
 
 
 def first_tokens(read: Read) -> tuple[int | None, int]:
-    """The token of a place of an image, with which a sample begins, and how many; None where there is none."""
+    """Return the token of an image's places, which begin a sample, and their number; (None, 0) without features."""
     return (read.token, read.places) if isinstance(read, SplitFeatures) else (None, 0)
 
 
 def given_samples(read: Read, samples: Tensor | None) -> dict[str, Tensor]:
-    """What the model's first layer reads, as it is given it: token ids, images, or features [B, ...] by their name."""
+    """Return the inputs of the model's first layer by argument name: token ids, images, or features [B, ...]."""
     if samples is None:
         return {}
     if isinstance(read, SplitFeatures):
@@ -286,7 +285,7 @@ def given_samples(read: Read, samples: Tensor | None) -> dict[str, Tensor]:
 
 
 def beside_features(model: nn.Module, read: Read, ids: Tensor | None) -> dict[str, Tensor]:
-    """What a model is told beside patches: the grid of each image, and which of the token ids [B, S] are its places."""
+    """Return the arguments that go with patches: the grid of each image, and the mask of its places in ids [B, S]."""
     if not isinstance(read, SplitFeatures) or read.grid is None:
         return {}
     assert ids is not None
@@ -306,7 +305,7 @@ def blank(read: Read, samples: int, tokens: int, device: torch.device, dtype: to
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
-    """What the model's forward pass is told beside the token ids: to keep nothing, and to give logits alone."""
+    """Return the options of the model's forward pass: no cache, and logits without router logits."""
     parameters = inspect.signature(type(model).forward).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     configs = (model.config, model.config.get_text_config(decoder=True))

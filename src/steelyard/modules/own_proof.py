@@ -58,20 +58,20 @@ from steelyard.plan.strategy import Remat
 _logger = logging.getLogger(__name__)
 
 OWN_VERSION = 5
-"""Raised whenever modules are split or proved differently."""
+"""Version of splits and proofs. Bump when modules are split or proved differently."""
 MOST_PARAMS = 2**28
-"""Of a module, or for tensor parallelism of a block, that is proved in numbers."""
+"""Maximum number of parameters of a module (for tensor parallelism, of a block) that is proved numerically."""
 TOLERANCE = 1e-4
-"""Largest difference of a loss or gradient, as a share of the largest entry of its tensor."""
+"""Maximum difference of a loss or gradient, relative to the largest entry of its tensor."""
 TP_TOLERANCE = 1e-3
-"""The same between two ranks and one, where rounding shows in gradients that are all but zero (of a key's bias)."""
+"""Maximum relative difference between two ranks and one, where rounding shows in gradients near zero (a key's bias)."""
 _CPU = torch.device("cpu")
 
 
 def proved(found: FoundSplit) -> OwnModel:
-    """The module with its split, proved, and with the styles of its blocks; proved once and kept beside the traces.
+    """Return the module with its proved split and the styles of its blocks; proved once and cached with the traces.
 
-    Raises `InvalidModelError` where the layers do not give what the module gives.
+    Raises `InvalidModelError` if the layers do not compute the module's results.
     """
     model = found.model
     key = {"own": model.split.model_dump_json(), "version": OWN_VERSION, "torch": torch.__version__}
@@ -155,7 +155,7 @@ def _run_layers(model: OwnModel, layers: Sequence[ChainLayer], dtype: torch.dtyp
 
 
 def _bf16_fault(model: OwnModel) -> str:
-    """Why the layers cannot compute on parameters in bf16, as under FSDP's mixed precision; empty where they can."""
+    """Return why the layers cannot compute on bf16 parameters, as under FSDP's mixed precision; empty if they can."""
     if model.split.num_params > MOST_PARAMS:
         return ""
     filled = _with_values(model)
@@ -257,7 +257,7 @@ class _BlockProof:
         self._expected = self._results(build_layer(model, self._chain({}), layer, Remat.NONE))
 
     def __call__(self, mesh: DeviceMesh, styles: Styles) -> str:
-        """Why two ranks of this mesh do not give the same under these styles; empty where they do."""
+        """Return why two ranks of this mesh give different results under these styles; empty if they do not."""
         chain = self._chain(styles)
         layer = copy.deepcopy(build_layer(self._model, chain, self._layer, Remat.NONE))
         apply_tensor_parallel(layer, chain, mesh, sp=False)
@@ -293,7 +293,7 @@ class Built:
 
 
 def own_model(built: Built) -> OwnModel:
-    """How a module splits, proved; raises `InvalidModelError` naming what stands in the way."""
+    """Return a module with its proved split. Raises `InvalidModelError` naming the obstacle if there is none."""
     refuse_compiled(built.module)
     if built.sample is None:
         raise InvalidModelError(
@@ -313,7 +313,7 @@ def own_model(built: Built) -> OwnModel:
 
 
 def build(builder: str) -> Built:
-    """What the function named by ``FILE.py:FUNCTION`` builds; runs the file. Raises `InvalidModelError`."""
+    """Run a file and return the result of its function, named by ``FILE.py:FUNCTION``. Raises `InvalidModelError`."""
     named = BUILDER.fullmatch(builder)
     if named is None:
         raise _wrong(repr(builder), "FILE.py:FUNCTION", "name a function, as in mymodel.py:build_model")
@@ -333,7 +333,7 @@ def build(builder: str) -> Built:
 
 
 def build_planned(builder: str, plan: Plan) -> OwnModel:
-    """What a builder builds, for a plan that was made for it; raises `InvalidModelError` for another module."""
+    """Build the module of a builder for a plan. Raises `InvalidModelError` if the plan is for a different module."""
     split = plan.chain().split
     if not isinstance(split, OwnSplit):
         raise _wrong(builder, f"none: {plan.model.name} is a model of transformers", "leave --builder out")
@@ -341,13 +341,13 @@ def build_planned(builder: str, plan: Plan) -> OwnModel:
 
 
 def build_split(builder: str, split: OwnSplit) -> OwnModel:
-    """What a builder builds, split as it was found before; raises `InvalidModelError` for another module."""
+    """Build the module of a builder with a known split. Raises `InvalidModelError` if the module is a different one."""
     built = build(builder)
     return planned_module(built.module, split, built.loss, built.sample)
 
 
 def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None, sample: Any = None) -> OwnModel:
-    """The module of a plan, ready to be taken apart; raises `InvalidModelError` if it is another one."""
+    """Return the module of a plan, ready for division. Raises `InvalidModelError` if it is a different one."""
     if (loss is not None) != own.has_loss:
         raise InvalidModelError(
             field="loss",
@@ -370,7 +370,7 @@ def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None, sample: 
 
 
 def check_read(value: Any, own: OwnSplit, num_samples: int) -> None:
-    """Raises `InvalidDataError` unless what was read is what was planned, for so many samples."""
+    """Raise `InvalidDataError` unless the data read match the planned inputs, for ``num_samples`` samples."""
     leaves = pytree.tree_leaves_with_path(value)
     found = {name_of_leaf(path): each for path, each in leaves if isinstance(each, Tensor)}
     wanted = {each.path: each for each in own.inputs}

@@ -23,12 +23,13 @@ from steelyard.modules.recording import keyword_of
 from steelyard.modules.stubbed_model import call_arguments
 
 Origin = tuple[str, int, int]
-"""What flows: ``given`` and the first block that reads it, or ``made`` and the block that makes it; and its place."""
+"""Origin of an activation: ``given`` and the first block that reads it, or ``made`` and the block that makes it; and
+its place."""
 
 
 @dataclass(slots=True)
 class Made:
-    """A tensor that was seen, and where it came from: how many blocks had ended, and what made it."""
+    """Recorded tensor and its source: the number of blocks that had ended, and what made it."""
 
     tensor: Tensor
     after: int
@@ -49,13 +50,13 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What a pass showed of a model and its blocks, which are named by their paths; parameters by identity."""
+    """Record of a pass through a model and its blocks, with blocks by path and parameters by identity."""
 
     model: nn.Module
     blocks: Sequence[str]
     calls: list[Call]
     used: dict[int, dict[int, str]] = field(default_factory=dict)
-    """Of each parameter outside blocks after how many blocks it was used, and where."""
+    """Uses of each parameter outside blocks: the place of use by the number of blocks before it."""
     head_reads: list[Origin] = field(default_factory=list)
     operations: list[str] = field(default_factory=list)
     called: list[str] = field(default_factory=list)
@@ -141,7 +142,7 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def ends(self, outputs: Any) -> None:
-        """What the module returns is read after the last block."""
+        """Record that the module's outputs are read after the last block."""
         for leaf in pytree.tree_leaves(tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs):
             if isinstance(leaf, Tensor):
                 self._read_outside(leaf, "what is returned")

@@ -44,7 +44,7 @@ def fingerprint_of_block(block: nn.Module, place: int) -> str:
 
 
 def check_same_module(module: nn.Module, own: OwnSplit) -> None:
-    """Raises `InvalidModelError` naming the first place where a module is not the one that was planned."""
+    """Raise `InvalidModelError` at the first place where a module differs from the planned one."""
     refuse_compiled(module)
     found = {path for path, _ in module.named_modules()}
     count = sum(parameter.numel() for parameter in module.parameters())
@@ -63,7 +63,7 @@ def check_same_module(module: nn.Module, own: OwnSplit) -> None:
 
 
 def refuse_compiled(module: nn.Module) -> None:
-    """Raises `InvalidModelError` for what `torch.compile` returns, and for a module that holds such."""
+    """Raise `InvalidModelError` for a result of `torch.compile`, and for a module that contains one."""
     for path, each in module.named_modules():
         outer, _, name = path.rpartition(".")
         if name == "_orig_mod":
@@ -121,9 +121,9 @@ class FoundSplit:
 def find_own_split(
     module: nn.Module, sample: Any, *, loss: Loss | None, blocks: str | Sequence[str] | None
 ) -> FoundSplit:
-    """How a module splits; raises `InvalidModelError` naming what stands in the way.
+    """Return the split of a module. Raises `InvalidModelError` naming the obstacle if there is none.
 
-    ``sample`` is what is read for some samples, two or more: the inputs, and with ``loss`` a pair of these and targets.
+    ``sample`` is the data of two or more samples: the inputs, or with ``loss`` a pair of inputs and targets.
     """
     if isinstance(blocks, str):
         blocks = (blocks,)
@@ -176,7 +176,7 @@ def _bad_sample(found: str, expected: str) -> InvalidModelError:
 
 
 def _check_module(module: nn.Module) -> None:
-    """Raises `InvalidModelError` for what no split can divide."""
+    """Raise `InvalidModelError` for a module that no split can divide."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise refused("model", f"{type(module).__qualname__} without a parameter to train", "a module to train")
     for path, each in module.named_modules():
@@ -297,7 +297,7 @@ def _split_of(seen: Seen, other: Seen, sample: Any, *, has_loss: bool) -> OwnSpl
 
 
 def _flows(seen: Seen) -> list[list[Origin]]:
-    """What flows out of the embedding and of each block: all that is there by then and read later."""
+    """Return the output activations of the embedding and of each block: all that exist by then and are read later."""
     blocks = seen.blocks
     last = dict.fromkeys(seen.head_reads, len(blocks))
     for block, call in enumerate(seen.calls):
@@ -339,7 +339,7 @@ def _shape(seen: Seen, other: Seen, origin: Origin) -> tuple[int, ...]:
 def _layer_type(
     seen: Seen, flows: Sequence[Sequence[Origin]], shapes: Mapping[Origin, tuple[int, ...]], block: int
 ) -> OwnLayerType:
-    """What a block is, but for its name; equal for blocks of one type."""
+    """Return the type of a block without its name; equal for interchangeable blocks."""
     before, after, call = flows[block], flows[block + 1], seen.calls[block]
     several = isinstance(call.outputs, tuple | list)
     others = [

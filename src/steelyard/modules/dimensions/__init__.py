@@ -1,7 +1,7 @@
-"""The twins of the parallelism dimensions: each makes a layer so on a mesh axis. One for each of
-`steelyard.plan.dimensions`.
+"""Implementations of the parallelism dimensions of `steelyard.plan.dimensions`: each applies one to a layer on a mesh
+axis.
 
-What becomes of states over ranks that divide samples is said in `steelyard.modules.replicated`, for all alike.
+`steelyard.modules.replicated` handles the states over ranks that divide samples, identically for all dimensions.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ __all__ = ["TWINS", "divide_layer", "divided_parameters", "exchange_alone", "sha
 
 
 def _leave_whole(_layer: ChainLayer, _chain: ModelChain, _strategy: Strategy, _ranks: DeviceMesh) -> None:
-    """For dimensions that divide what enters a layer, and leave its modules as they are."""
+    """Leave the layer's modules unchanged, for dimensions that divide only its inputs."""
 
 
 TWINS: dict[str, Callable[[ChainLayer, ModelChain, Strategy, DeviceMesh], None]] = {
@@ -27,11 +27,11 @@ TWINS: dict[str, Callable[[ChainLayer, ModelChain, Strategy, DeviceMesh], None]]
     "ep": lambda layer, _, _strategy, mesh: ep.apply_expert_parallel(layer, mesh),
     **{"dp": _leave_whole, "fsdp": _leave_whole},
 }
-"""How a dimension divides a layer's modules in place, by its name, in the order in which they do: given the strategy
-and the ranks that share the dimension, before states are sharded or replicated."""
+"""Functions that divide a layer's modules in place, by dimension, in order of application. Each gets the strategy and
+the ranks that share the dimension, and runs before states are sharded or replicated."""
 
 
 def divide_layer(layer: ChainLayer, chain: ModelChain, strategy: Strategy, mesh: DeviceMesh) -> None:
-    """Divides a layer in place as the one level of ``strategy`` says, over the ranks of ``mesh``."""
+    """Divide a layer in place by the one level of ``strategy``, over the ranks of ``mesh``."""
     for dimension in strategy.dimensions:
         TWINS[dimension.name](layer, chain, strategy, mesh)

@@ -34,11 +34,11 @@ from steelyard.modules.pieces import PerSample, SharedInputs
 
 
 def apply_context_parallel(layer: ChainLayer, mesh: DeviceMesh, method: str) -> None:
-    """Makes a layer compute this rank's tokens over the one axis of ``mesh``, in place; before or after tp.
+    """Make a layer compute this rank's tokens over the one axis of ``mesh``, in place; before or after tp.
 
-    ``method`` is one of `ContextMethod` and matters to blocks alone. Raises `InvalidModelError` for a layer that other
-    than causal fused attention mixes the tokens of. While it runs the layer raises `InvalidPlanError` for a sequence
-    that cannot be divided and for too few heads, and `InvalidModelError` for dropout of attention.
+    ``method`` is one of `ContextMethod` and matters only to blocks. Raises `InvalidModelError` if anything except
+    causal fused attention mixes the layer's tokens. When it runs, the layer raises `InvalidPlanError` if the sequence
+    cannot be divided or the heads are too few, and `InvalidModelError` if attention has dropout.
     """
     if layer.family.task is not Task.CAUSAL_LM or not layer.family.fused_attention:
         raise _not_causal(layer)
@@ -61,10 +61,9 @@ def apply_context_parallel(layer: ChainLayer, mesh: DeviceMesh, method: str) -> 
 
 
 def own_context(context: LayerContext, mesh: DeviceMesh) -> LayerContext:
-    """What a forward pass carries along for this rank's tokens: made once per pass, kept in ``context.own``.
+    """Return the context of a forward pass for this rank's tokens, made once per pass and kept in ``context.own``.
 
-    Positions and labels are narrowed, and whatever else grows with the tokens; masks stay those of
-    the whole sequence.
+    Positions, labels and all other inputs that grow with the tokens are narrowed; masks still cover the whole sequence.
     """
     share = mesh.size(), mesh.get_local_rank()
     if share not in context.own:

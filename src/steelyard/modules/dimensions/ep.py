@@ -44,9 +44,9 @@ from steelyard.modules.updates import local_part
 
 
 def apply_expert_parallel(layer: ChainLayer, mesh: DeviceMesh) -> None:
-    """Divides the routed experts of the layer over the one axis of ``mesh``, in place.
+    """Divide the routed experts of the layer over the one axis of ``mesh``, in place.
 
-    Comes behind tensor parallelism and before data parallelism. Raises `InvalidModelError` if the layer has no experts,
+    Runs after tensor parallelism and before data parallelism. Raises `InvalidModelError` if the layer has no experts,
     and `InvalidPlanError` if the degree does not divide them.
     """
     found = routed_experts(layer)
@@ -74,9 +74,9 @@ def apply_expert_parallel(layer: ChainLayer, mesh: DeviceMesh) -> None:
 
 
 def exchange_alone(layer: ChainLayer, mesh: DeviceMesh, *, received_share: float) -> None:
-    """Has a rank exchange with itself alone, in place, so that its work is counted as of one of several.
+    """Make a rank exchange only with itself, in place, so that its work is counted as that of one of several ranks.
 
-    What it computes and holds beside its parameters depends on how many pairs arrive, not on over how many ranks.
+    Its computation and its memory besides parameters depend on the number of pairs that arrive, not on that of ranks.
     """
     for experts in routed_experts(layer):
         experts.compute_pairs = ExpertExchange(mesh, received_share=received_share)
@@ -98,7 +98,7 @@ def _own_part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 
 class ExpertExchange:
-    """Has pairs computed by the ranks that hold their experts; stands in the place of `compute_pairs`.
+    """Exchange of pairs with the ranks that hold their experts; replaces `compute_pairs`.
 
     Rank r of the group holds the experts from r·E/e on.
     """
@@ -106,12 +106,12 @@ class ExpertExchange:
     def __init__(self, mesh: DeviceMesh, *, received_share: float = 1.0) -> None:
         self.mesh = mesh
         self.received_share = received_share
-        """On fake tensors: pairs that arrive for each that is sent."""
+        """Pairs received per pair sent; used with fake tensors."""
         self.num_pairs = 0
-        """Pairs that this rank has computed, each as often as its forward pass was run."""
+        """Number of pairs that this rank has computed, counted once per forward pass, recomputation included."""
 
     def __call__(self, experts: nn.Module, inputs_KH: Tensor, ends_E: Tensor, share: float) -> Tensor:  # noqa: N803
-        """What the experts make of rows [K, H] that are sorted by expert, as `compute_pairs`."""
+        """Return the experts' outputs for rows [K, H] sorted by expert, as `compute_pairs` does."""
         group, degree = self.mesh.get_group(), self.mesh.size()
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))  # noqa: N806
         arriving_E = _all_to_all(counts_E, None, None, group)  # noqa: N806
@@ -128,7 +128,7 @@ class ExpertExchange:
         return nn.functional.pad(returned, (0, 0, 0, others)) if others else returned
 
     def _splits(self, counts_E: Tensor, arriving_E: Tensor, *, num_pairs: int) -> tuple[list[int], list[int]]:  # noqa: N803
-        """Pairs for and from each rank; ``num_pairs`` is how many are sent where counts have no value."""
+        """Return the pairs for and from each rank; ``num_pairs`` are sent if counts have no value."""
         degree = self.mesh.size()
         if isinstance(counts_E, FakeTensor):
             even = num_pairs // degree
@@ -158,12 +158,12 @@ def _by_expert(counts: Tensor, *, num_pairs: int) -> tuple[Tensor, Tensor]:
 
 
 def expert_degree(layer: nn.Module) -> int:
-    """Over how many ranks the layer's experts are divided, read from its modules; 1 where they are not."""
+    """Return the number of ranks over which the layer's experts are divided, read from its modules; 1 if undivided."""
     return max((experts.compute_pairs.mesh.size() for experts in _divided(layer)), default=1)
 
 
 def divided_parameters(layer: nn.Module) -> set[nn.Parameter]:
-    """The parameters of experts that ep divides."""
+    """Return the parameters of experts that ep divides."""
     return {parameter for experts in _divided(layer) for parameter in experts.parameters()}
 
 
@@ -195,7 +195,7 @@ def shard_placement(
 
 @torch.no_grad()
 def take_imbalance(layers: Mapping[str, ChainLayer]) -> dict[str, float]:
-    """For each layer with divided experts, the most pairs that a rank of its group computed, over their mean.
+    """Return the maximum over the mean of pairs computed per rank, for each layer with divided experts.
 
     Counted since the last call; 1.0 if there were none. Collective over the ranks that divide the experts.
     """

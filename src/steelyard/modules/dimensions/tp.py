@@ -1,4 +1,4 @@
-"""The twin of tensor parallelism: `parallelize_module` by the styles of a split.
+"""Implementation of tensor parallelism: `parallelize_module` with the styles of a split.
 
 Without sequence parallelism the hidden state is replicated over the tensor-parallel ranks: each of attention and MLP
 ends in one all-reduce, and begins with one in the backward pass. With it the hidden state is sharded over the
@@ -58,14 +58,14 @@ def between_blocks(sp: bool) -> Replicate | Shard:
 def on_local_parameters(
     module: nn.Module, used: Mapping[str, Callable[[Tensor], Tensor]], *arguments: Any, **named: Any
 ) -> Any:
-    """What the module computes from plain tensors: its parameters as ``used`` makes them of the DTensors."""
+    """Run the module on plain tensors, with parameters that ``used`` makes of the DTensors."""
     local = {name: make(module.get_parameter(name)) for name, make in used.items()}
     with _reparametrize_module(module, local):
         return type(module).forward(module, *arguments, **named)
 
 
 def _store(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
-    """Keeps parameters as DTensors of one axis, in place; all ranks hold the same values before."""
+    """Convert parameters to DTensors of one axis, in place; all ranks must hold equal values before."""
     for path, placement in placements.items():
         owner_path, _, name = path.rpartition(".")
         owner = module.get_submodule(owner_path)
@@ -195,7 +195,7 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _begin(sp: bool, keyword: str = "") -> Callable[[tuple[Any, ...], dict[str, Any], DeviceMesh], _Arguments]:
-    """Makes the hidden state whole, of whose gradient each rank then makes a part."""
+    """Return a hook that makes the hidden state whole; each rank computes a partial sum of its gradient."""
 
     def whole(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
         return _Moved.apply(hidden, mesh, (between_blocks(sp), Replicate()), (Partial(), between_blocks(sp)))
@@ -209,7 +209,7 @@ def _begin(sp: bool, keyword: str = "") -> Callable[[tuple[Any, ...], dict[str, 
 
 
 def _end(sp: bool) -> Callable[[Any, DeviceMesh], Any]:
-    """Sums what the ranks return, or the first of several things that they do."""
+    """Return a hook that sums the ranks' outputs, or the first of several outputs."""
 
     def after(outputs: Any, mesh: DeviceMesh) -> Any:
         if isinstance(outputs, tuple):

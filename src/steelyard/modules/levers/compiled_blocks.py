@@ -1,4 +1,4 @@
-"""The twin of compiled blocks: each block as one function of `torch.compile`, and what that does on fake tensors.
+"""Implementation of compiled blocks: each block as one function of `torch.compile`, and its effect on fake tensors.
 
 A block is compiled when it is divided (tp, cp, ep) and before its states are sharded, so that FSDP's hooks run outside,
 as in torchtitan. Selective remat is inside, where the partitioner follows its policy; full remat is outside and runs
@@ -66,7 +66,7 @@ class _Compiled:
         self._selective = torch.compile(partial(_run_selectively, block), **options)
 
     def __call__(self, *places: Any, **names: Any) -> Any:
-        """What the block returns."""
+        """Run the compiled block."""
         run = self._selective if self._layer.remat is Remat.SELECTIVE else self._plain
         places, names = tree_map_only(AsyncCollectiveTensor, _Waited.apply, (places, names))
         for each in tree_leaves((places, names)) if self._any_samples else ():
@@ -283,7 +283,7 @@ def _group(nodes: list[fx.Node], outputs: list[fx.Node]) -> _Group:
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
-    """For each node how many kernels that are not fused lead to it, or to what reads it, where that is fused alone."""
+    """Return the number of unfused kernels before each node, or before its first reader if it is fused or a view."""
     level: dict[fx.Node, int] = {}
     own: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -300,7 +300,7 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _gather(node: fx.Node, inside: set[fx.Node], run: dict[fx.Node, None], inputs: dict[fx.Node, None]) -> None:
-    """Adds an argument of a group to what it runs, a view in it, or to what it is given."""
+    """Add an argument to the nodes that a group runs, if it is cheap or a view in the group, else to its inputs."""
     if node in inside or node in run or node in inputs:
         return
     if (_is_view(node) and (_viewed(node) in inside or _is_cheap(_viewed(node)))) or _is_cheap(node):
@@ -406,7 +406,7 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _mark_cheap(graph: fx.Graph) -> None:
-    """Marks values that operations on single entries make of what has hardly more bytes."""
+    """Mark results of pointwise operations whose sources have hardly more bytes than the result."""
     sources: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
         read = {source for each in node.all_input_nodes for source in sources[each]}
@@ -439,5 +439,5 @@ def _sums_rows(node: fx.Node) -> bool:
 
 _REDUCTIONS = {_aten.sum, _aten.mean, _aten.amax, _aten.amin}
 _FUSED = {_aten.cat, _aten.slice_scatter, _aten.select_scatter, _aten.constant_pad_nd}
-"""Beside those that PyTorch's partitioner takes for fusible."""
+"""Fused operations besides those that PyTorch's partitioner treats as fusible."""
 _VIEWS = {_aten._unsafe_view.default, _aten.detach.default, _aten.alias.default}

@@ -1,4 +1,4 @@
-"""The twin of float8: linear layers of blocks as torchao's ``Float8Linear``, with the same parameters."""
+"""Implementation of float8: linear layers of blocks as torchao's ``Float8Linear``, with the same parameters."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from steelyard.modules.levers.optimizer import quietly_imported
 from steelyard.modules.updates import local_part
 
 _ALIGNED = 16
-"""What divides the dims of operands: `torch._scaled_mm`."""
+"""Number that must divide the dims of operands of `torch._scaled_mm`."""
 
 
 def change_model(lever: Float8, model: PreTrainedModel, chain: ModelChain) -> None:
@@ -46,7 +46,7 @@ def _fits(linear: nn.Module) -> bool:
 
 
 def change_layer(_lever: Float8, layer: nn.Module) -> None:
-    """Leaves as they were the linear layers whose part on a rank has dims that cannot be, in place."""
+    """Convert back, in place, linear layers whose part on a rank has dims that float8 does not support."""
     for each in layer.modules():
         if hasattr(each, "linear_mm_config") and not _fits(each):
             each.__class__ = nn.Linear

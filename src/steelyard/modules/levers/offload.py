@@ -1,10 +1,10 @@
-"""The twin of offload: AdamW whose moments lie in the memory of the host, blocks that save there, and layers whose
-parameters lie there.
+"""Implementation of offload: AdamW with moments in host memory, blocks that save activations there, and layers whose
+parameters are stored there.
 
-Moments come to the device a part at a time; what a block saved comes back as its backward pass needs the first of it.
-Parameters are FSDP's to copy, and AdamW's to update where they lie.
-Everything is queued in one stream of the device, copies in their order with updates and layers; a step of the optimizer
-ends when its copies have, since others read moments in host memory without a stream.
+Moments are copied to the device a part at a time; all tensors that a block saved return when its backward pass needs
+the first of them. FSDP copies the parameters, and AdamW updates them in host memory.
+Everything is queued in one stream of the device, copies in order with updates and layers. An optimizer step ends after
+its copies, because others read moments in host memory without a stream.
 """
 
 import weakref
@@ -29,14 +29,14 @@ _SLOTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(TorchOptimizer):
-    """The updates of `torch.optim.AdamW`, fused, bit by bit."""
+    """AdamW with moments in host memory, whose updates are bitwise those of fused `torch.optim.AdamW`."""
 
     def __init__(self, params: Any, *, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Updates the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         assert closure is None, "the loss is computed before"
         buffers: dict[torch.device, Tensor] = {}
         parts = (local_part(each).numel() for group in self.param_groups for each in group["params"])
@@ -82,7 +82,7 @@ class OffloadedAdamW(TorchOptimizer):
 
 
 class HostAdamW(LocalAdamW):
-    """AdamW of parameters that lie in host memory, with moments beside them."""
+    """AdamW for parameters in host memory, with the moments there too."""
 
     def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:
         for parameter in (each for each in group["params"] if each.grad is not None and not self.state[each]):
@@ -91,14 +91,14 @@ class HostAdamW(LocalAdamW):
 
 
 def _on_host(parameter: nn.Parameter) -> Tensor:
-    """A moment of zeros, of which this rank's part lies in host memory, placed as the parameter."""
+    """Return a moment of zeros, placed like the parameter, with this rank's part in host memory."""
     part = empty_on_host(local_part(parameter).detach()).zero_()
     return DTensor(part, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else part
 
 
 @contextmanager
 def saving_on_host(layer: nn.Module, shared: Iterable[Tensor]) -> Iterator[None]:
-    """A forward pass of a layer, of which what autograd saves lies in host memory; not parameters and what is
+    """Save in host memory all that autograd saves of a layer's forward pass, except parameters, buffers and tensors
     ``shared`` with other layers.
     """
     group = _Group(layer, shared)
@@ -108,16 +108,16 @@ def saving_on_host(layer: nn.Module, shared: Iterable[Tensor]) -> Iterator[None]
 
 
 class _Group:
-    """What one pass through a layer saves."""
+    """Tensors saved by one pass through a layer."""
 
     def __init__(self, layer: nn.Module, shared: Iterable[Tensor]) -> None:
         self._layer, self._shared = layer, {_key(each) for each in shared}
         self.kept: dict[tuple[int, torch.dtype], tuple[Tensor, _Storage]] = {}
-        """By the storage on the device, which stays until the pass has ended, so that no other takes its place."""
+        """Saved tensors by device storage, which is kept until the pass ends so that no other takes its place."""
         self.storages: weakref.WeakSet[_Storage] = weakref.WeakSet()
 
     def pack(self, tensor: Tensor) -> "_Saved | Tensor":
-        """What is saved in the place of a tensor."""
+        """Return the object to save instead of a tensor."""
         local = _local(tensor)
         key = _key(local)
         if key not in self.kept:
@@ -140,7 +140,7 @@ class _Storage:
         group.storages.add(self)
 
     def back(self) -> Tensor:
-        """All of it on the device; with it come the others of its group."""
+        """Return the whole storage on the device, after copying back all storages of its group."""
         if not self._is_back:
             for each in self._group.storages:
                 each._there = torch.empty_like(each._there, device=each._device).copy_(each._there, non_blocking=True)
@@ -156,11 +156,11 @@ class _Saved(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     spec: Any
-    """As whose part a DTensor has it."""
+    """Spec of the DTensor of which this is the local part; None for a plain tensor."""
 
     @staticmethod
     def unpack(saved: "_Saved | Tensor") -> Tensor:
-        """The tensor that was packed."""
+        """Return the tensor that was packed."""
         if isinstance(saved, Tensor):
             return saved
         local = saved.storage.back().as_strided(saved.shape, saved.stride, saved.offset)
@@ -168,7 +168,7 @@ class _Saved(NamedTuple):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, when it has arrived; of a fake one what is waited for is another storage."""
+    """Return this rank's part of a tensor, after waiting for it; a fake tensor has another storage after the wait."""
     part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if isinstance(part, AsyncCollectiveTensor):
         part.trigger_wait()
@@ -177,6 +177,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _key(tensor: Tensor) -> tuple[int, torch.dtype]:
-    """The storage of a tensor, and as what it is read."""
+    """Return the storage of a tensor and the dtype in which it is read."""
     local = _local(tensor)
     return local.untyped_storage()._cdata, local.dtype

@@ -1,4 +1,4 @@
-"""The twin of the optimizer: makes the one that a lever names, each of which updates this rank's part of parameters.
+"""Implementation of optimizers: makes the one that a lever names; each updates this rank's part of parameters.
 
 | name                    | made of                                                                              |
 |-------------------------|--------------------------------------------------------------------------------------|
@@ -55,9 +55,9 @@ def make_optimizer(
     lr: float,
     betas: tuple[float, float],
 ) -> TorchOptimizer:
-    """Makes the optimizer of a lever for groups of parameters, all on one mesh; ``betas`` are of AdamW.
+    """Make the optimizer of a lever for groups of parameters, all on one mesh; ``betas`` are those of AdamW.
 
-    ``matrices`` are the ids of those that are hidden matrices.
+    ``matrices`` are the ids of the parameters that are hidden matrices.
     """
     if offload.moves_parameters:
         return HostAdamW(groups, lr=lr, betas=betas)
@@ -112,7 +112,7 @@ class _SharedMuon(_LocalMuon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Updates the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         assert closure is None, "the loss is computed before"
         for group in self.param_groups:
             found = [each for each in group["params"] if each.grad is not None]
@@ -166,7 +166,7 @@ class _MuonBesideAdamW(TorchOptimizer):
             part.state = self.state
 
     def step(self, closure: None = None) -> None:
-        """Updates the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         assert closure is None, "the loss is computed before"
         for part in self._parts:
             part.step()
@@ -183,7 +183,7 @@ class QuantizedAdamW(TorchOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Updates the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         assert closure is None, "the loss is computed before"
         for group in self.param_groups:
             lr = torch.as_tensor(group["lr"], dtype=torch.float32)  # as a number it would be compiled in
@@ -215,7 +215,7 @@ def stored(state: Tensor) -> Tensor:
 
 
 def take(state: Tensor, values: Tensor) -> None:
-    """Quantizes what `stored` gave into a state; does nothing to one that is not quantized."""
+    """Quantize values of `stored` into a state; do nothing if the state is not quantized."""
     if _is_quantized(state):
         part = local_part(state).detach()
         for quantized, chunk in _chunks([part, local_part(values).contiguous()]):
@@ -259,9 +259,9 @@ def _like(whole: Tensor, part: Tensor) -> Tensor:
 
 
 def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The same entries of each tensor, a chunk at a time, as views; of a gradient that is not contiguous as copies.
+    """Yield chunks of the same entries of each tensor, as views; for a non-contiguous gradient, copies.
 
-    The first chunk of fake tensors stands for all: the others would do and hold the same.
+    For fake tensors only the first chunk is yielded, because the others would have the same operations and memory.
     """
     flat = [each.view(-1) if _is_quantized(each) else each.reshape(-1) for each in tensors]
     num_entries = tensors[0].numel()

@@ -1,6 +1,6 @@
-"""The twin of a quantized base: linear layers of bitsandbytes' weights, which lie in buffers, so that none is trained.
+"""Implementation of a quantized base: linear layers with bitsandbytes' weights in buffers, so that none is trained.
 
-A layer keeps weights in few bits and makes them whole for each pass, forward and backward, instead of saving them.
+A layer stores weights in few bits and dequantizes them for each forward and backward pass instead of saving them.
 
 Legend of shapes: O outputs, I inputs, of a matrix [O, I].
 """
@@ -21,11 +21,11 @@ from steelyard.model.chain import ModelChain
 
 BLOCK, SCALES_BLOCK, BYTE_BLOCK = 64, 256, 256
 PARTS = ("codes", "scales", "scales_of_scales", "offset")
-"""What is saved of a layer's weights."""
+"""Tensors saved of a layer's weights."""
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer whose weights are in few bits."""
+    """Linear layer with weights in few bits."""
 
     def __init__(self, linear: nn.Linear, word: str) -> None:
         super().__init__()
@@ -42,18 +42,18 @@ class QuantizedLinear(nn.Module):
         return self.weight_in(torch.bfloat16)
 
     def put(self, part: str, buffer: Tensor) -> None:
-        """Puts one of `PARTS` in the place of one without values."""
+        """Replace one of `PARTS` that has no values."""
         self.register_buffer(part, buffer)
         self.table = _table(buffer)
 
     @torch.no_grad()
     def take(self, weight: Tensor) -> None:
-        """Takes weights [O, I] on."""
+        """Quantize weights [O, I] into this layer."""
         for name, buffer in _quantized(weight.to(self.codes.device), self.word).items():
             self.get_buffer(name).copy_(buffer)
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """The weights [O, I] made whole."""
+        """Return the dequantized weights [O, I]."""
         ops = torch.ops.bitsandbytes
         if self.word == "int8":
             return ops.dequantize_blockwise(self.codes, self.scales, self.table, BYTE_BLOCK, dtype)
@@ -69,7 +69,7 @@ class QuantizedLinear(nn.Module):
         return made
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What `torch.nn.Linear` computes."""
+        """Compute the output of `torch.nn.Linear`."""
         return _Product.apply(inputs, self) if self.bias is None else _Product.apply(inputs, self) + self.bias
 
 
@@ -110,9 +110,9 @@ def _table(like: Tensor) -> Tensor:
 
 
 def change_model(lever: QuantizedBase, model: PreTrainedModel, _chain: ModelChain) -> None:
-    """Quantizes the linear layers of a model but its head and adapters, in place; twice does no harm.
+    """Quantize the linear layers of a model except its head and adapters, in place; idempotent.
 
-    Raises `InvalidModelError` for a model without any.
+    Raises `InvalidModelError` if the model has none.
     """
     head = model.get_output_embeddings()
     heads = {*head.modules()} if head is not None else set()
@@ -129,11 +129,11 @@ def change_model(lever: QuantizedBase, model: PreTrainedModel, _chain: ModelChai
 
 
 class _Unfilled(nn.Linear):
-    """What stands in the place of a quantized layer until it has first weights."""
+    """Placeholder for a quantized layer until it has first weights."""
 
 
 def begin_filling(module: nn.Module) -> nn.Module:
-    """Puts linear layers without values in the place of quantized ones, in place: they get the same first weights."""
+    """Replace quantized layers by linear layers without values, in place, so that they get the same first weights."""
     for _, parent, name, layer in list(_children(module, QuantizedLinear)):
         rows, columns = layer.shape
         with unset_fake_temporarily():
@@ -145,7 +145,7 @@ def begin_filling(module: nn.Module) -> nn.Module:
 def fill_added(
     lever: QuantizedBase, _model: nn.Module, _path: str, module: nn.Module, *, is_new: bool, **_seeds: int
 ) -> nn.Module:
-    """Quantizes the first weights of a module of a layer, in place, where it ``is_new``."""
+    """Quantize the first weights of a module of a layer, in place, if it ``is_new``."""
     for _, parent, name, linear in list(_children(module, _Unfilled)) if is_new else ():
         setattr(parent, name, QuantizedLinear(linear, lever.word))
     return module

@@ -1,8 +1,7 @@
-"""The twin of adapters: peft puts them into a model; their first weights follow from the seed and the layer alone.
+"""Implementation of adapters: peft puts them into a model; their first weights depend only on the seed and the layer.
 
-Peft builds the adapters of the whole model once without values, which is what is traced, and those of a layer again
-around its weights, which is how they get their first values. All that is asked of adapters is asked of peft's classes,
-whatever their kind.
+Peft builds the adapters of the whole model once without values, for tracing, and those of a layer again around its
+weights, for their first values. Every property of adapters is read from peft's classes, for all kinds of adapters.
 """
 
 import copy
@@ -32,23 +31,23 @@ _MOST_NAMED = 24
 _STACKED_DIMS = 3
 _STRIDE = 1_000_033
 _NAME = "default"
-"""What peft calls the adapters of a model with one set of them: a part of the name of each of their parameters."""
+"""Peft's name for the adapters of a model with one set of them, part of the name of each of their parameters."""
 _ROOT = "base_model.model"
-"""Where a model is in a `peft.PeftModel`."""
+"""Path of the model in a `peft.PeftModel`."""
 _BASES = ("base_layer", "original_module")
-"""The attributes of peft's modules that hold what they stand around."""
+"""Attributes of peft's modules that hold the wrapped module."""
 _TAKEN = "_adapters_taken"
-"""The attribute of a module whose adapters are taken out until it has first weights."""
+"""Attribute of a module that holds its adapters, taken out until the module has first weights."""
 _NOT_SAID = frozenset(
     ("peft_type", "task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version")
 )
-"""Fields of a config of peft that are no settings."""
+"""Fields of a peft config that are not settings."""
 
 
 def change_model(lever: Train, model: PreTrainedModel, chain: ModelChain) -> None:
-    """Puts adapters without values into a model, in place; twice does no harm. All else is trained no more.
+    """Put adapters without values into a model, in place, and freeze all other parameters; idempotent.
 
-    Raises `InvalidModelError` where a target names nothing that can have adapters, and for settings that peft refuses.
+    Raises `InvalidModelError` if a target names nothing that can have adapters, or if peft refuses a setting.
     """
     if hasattr(model, "peft_config"):
         return
@@ -59,7 +58,7 @@ def change_model(lever: Train, model: PreTrainedModel, chain: ModelChain) -> Non
 
 
 def config_of(lever: Train, model: PreTrainedModel) -> Any:
-    """The config of peft that says the same."""
+    """Return the peft config of a lever."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING  # which takes longer than all that needs no adapters
     from peft.utils import PeftType
 
@@ -91,7 +90,7 @@ def config_of(lever: Train, model: PreTrainedModel) -> Any:
 
 
 def lever_of(config: Any) -> Train:
-    """What a config of peft says; raises `UserError` for one that no lever says."""
+    """Return the lever of a peft config. Raises `UserError` if no lever can express it."""
     kind = str(config.peft_type.value).lower()
     usual = {each.name: each for each in dataclasses.fields(config) if each.name not in _NOT_SAID}
     targets = getattr(config, "target_modules", None)
@@ -148,7 +147,7 @@ def _scalar(text: str) -> Any:
 
 
 def _targets(lever: Train, model: PreTrainedModel) -> list[str]:
-    """What gets adapters: of LoRA the paths of linear layers, of other kinds ends of paths of any modules."""
+    """Return the targets of adapters: for LoRA paths of linear layers, for other kinds ends of paths of any modules."""
     head, is_lora = model.get_output_embeddings(), lever.kind == LORA
     linear = [path for path, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D) and each is not head]
     if lever.targets == (ALL_LINEAR,) and linear:
@@ -171,9 +170,9 @@ def _targets(lever: Train, model: PreTrainedModel) -> list[str]:
 
 
 def _inject(lever: Train, config: Any, path: str, module: nn.Module, model_type: str, *, empty: bool = False) -> Any:
-    """The root of a tree of the module at a path of a `peft.PeftModel` alone, with adapters in it.
+    """Put adapters into a module, and return the root of a tree that holds only it, at its path in a `peft.PeftModel`.
 
-    Not of the model itself, of which peft would take names of linear layers for those of experts that it knows as such.
+    The model itself is not used, because peft would take names of its linear layers for those of experts that it knows.
     """
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
@@ -196,7 +195,7 @@ def _inject(lever: Train, config: Any, path: str, module: nn.Module, model_type:
 
 
 def added_that_read(module: nn.Module) -> Iterator[nn.Module]:
-    """The parts of adapters in a module that read what linear layers read."""
+    """Return the parts of adapters in a module that read the inputs of linear layers."""
     return (each.lora_A[_NAME] for _, each in adapted(module) if _NAME in getattr(each, "lora_A", {}))
 
 
@@ -205,7 +204,7 @@ def _lever(chain: ModelChain) -> Train:
 
 
 def cast_added(layer: nn.Module, chain: ModelChain) -> None:
-    """Casts adapters in a layer to fp32, in place, as peft does with them in a model (``autocast_adapter_dtype``)."""
+    """Cast adapters in a layer to fp32, in place, as peft does in a model (``autocast_adapter_dtype``)."""
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.utils import PeftType
 
@@ -215,14 +214,14 @@ def cast_added(layer: nn.Module, chain: ModelChain) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within it peft does not warn of settings that were chosen here, nor of kernels that it has not."""
+    """Suppress peft's warnings of settings that were chosen here and of kernels that it lacks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _check(lever: Train, model: PreTrainedModel, chain: ModelChain, names: set[str]) -> None:
-    """Raises `InvalidModelError` for adapters that do not stand in layers, each with parameters of its own."""
+    """Raise `InvalidModelError` unless adapters are in layers, each layer with its own trained parameters."""
     own = {own_name(name) for name, _ in model.named_parameters() if not is_added(name)}
     trained = [name for name, each in model.named_parameters() if each.requires_grad and not is_added(name)]
     if own != names or trained:
@@ -259,31 +258,31 @@ def _check(lever: Train, model: PreTrainedModel, chain: ModelChain, names: set[s
 
 
 def adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules of peft in a module, or it itself, that stand around one of the unmodified model, by their path; of
-    several around one the outermost."""
+    """Return peft's wrappers of the unmodified model's modules in a module (or itself), with their paths; of nested
+    wrappers the outermost."""
     found = ((path, each) for path, each in module.named_modules() if _base_name(each))
     return ((path, each) for path, each in found if path.rpartition(".")[2] not in _BASES)
 
 
 def base_of(module: nn.Module) -> Any:
-    """The module of the unmodified model that one of peft stands around."""
+    """Return the module of the unmodified model that a module of peft wraps."""
     innermost = _innermost(module)
     return innermost.get_submodule(_base_name(innermost))
 
 
 def _innermost(module: nn.Module) -> nn.Module:
-    """The innermost module of peft of those around one of the unmodified model."""
+    """Return the innermost of nested peft wrappers."""
     inner = module.get_submodule(_base_name(module))
     return _innermost(inner) if _base_name(inner) else module
 
 
 def _base_name(module: nn.Module) -> str:
-    """The name of what a module of peft stands around; empty for any other."""
+    """Return the attribute name of the module that a module of peft wraps; empty for any other module."""
     return next((name for name in _BASES if name in module._modules), "")
 
 
 def begin_filling(module: nn.Module) -> nn.Module:
-    """The module of a layer without adapters, which are taken out in place: it gets the same first weights."""
+    """Return the module of a layer with its adapters taken out in place, so that it gets the same first weights."""
     found = list(adapted(module))
     for path, each in found:
         if path:
@@ -297,8 +296,8 @@ def begin_filling(module: nn.Module) -> nn.Module:
 def fill_added(
     lever: Train, model: PreTrainedModel, path: str, module: nn.Module, *, seed: int, layer: int, is_new: bool
 ) -> nn.Module:
-    """The module of a layer at a path with adapters in it, in place, which have first weights; those that have some
-    already keep them."""
+    """Return the module of a layer at a path with adapters put in, in place. Adapters get first weights unless they
+    have some."""
     if any(each.is_meta for name, each in module.named_parameters() if is_added(name)):
         module = begin_filling(module)
     taken: dict[str, nn.Module] = module.__dict__.pop(_TAKEN, {})
@@ -322,7 +321,7 @@ def fill_added(
 
 
 def _put_back(module: nn.Module, taken: Mapping[str, nn.Module]) -> nn.Module:
-    """The module with its adapters again, in place, with fake tensors for theirs."""
+    """Return the module with its adapters put back in place, as fake tensors."""
     device = next(module.parameters()).device
     for path, each in taken.items():
         innermost = _innermost(each)
@@ -342,17 +341,17 @@ def _put_back(module: nn.Module, taken: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def is_added(name: str) -> bool:
-    """Whether a parameter of this name is of an adapter."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return _NAME in name.split(".")
 
 
 def own_name(name: str) -> str:
-    """The name of a parameter without what peft puts around modules."""
+    """Return the name of a parameter without the names of peft's wrappers."""
     return name if is_added(name) else ".".join(part for part in name.split(".") if part not in _BASES)
 
 
 def with_added(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, tuple[str, ...]]:
-    """The modules of a layer with adapters in them, by path: the paths inside of what is saved of peft's modules."""
+    """Return, for each module path of a layer with adapters, the paths of the saved tensors of peft's modules in it."""
     found: dict[str, tuple[str, ...]] = {}
     for path in sorted({*chain.family.modules(layer).values()} - {*chain.split.holders}) if chain.has_adapters else ():
         parts = adapted(model.get_submodule(path))
@@ -362,20 +361,24 @@ def with_added(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[st
 
 
 def reads_base(chain: ModelChain) -> bool:
-    """Whether first values of adapters depend on what they are beside."""
+    """Return whether first values of adapters depend on the base weights."""
     return chain.has_adapters and not _lever(chain).is_plain
 
 
 def first_values(
     model: PreTrainedModel, chain: ModelChain, path: str, tensors: Mapping[str, Tensor], *, seed: int, layer: int
 ) -> dict[str, Tensor]:
-    """What adapters in a module of a layer begin with beside the base among these tensors, all by `with_added`."""
+    """Return the first values of adapters in a module of a layer, given the base among these tensors.
+
+    Names are those of `with_added`.
+    """
     module = _around(_lever(chain), model, path, tensors, seed=seed, layer=layer)
     return {name: tensor for name, tensor in module.state_dict().items() if name in tensors and is_added(name)}
 
 
 def merged(model: PreTrainedModel, chain: ModelChain, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The base of a module of a layer with adapters in it, by the names in the unmodified module; of `with_added`."""
+    """Return the base of a module with its adapters merged, from tensors of `with_added`, by names in the unmodified
+    module."""
     module = _around(_lever(chain), model, path, tensors, seed=0, layer=0)
     module.load_state_dict({name: tensor for name, tensor in tensors.items() if is_added(name)}, strict=False)
     found: dict[str, Tensor] = {}
@@ -391,7 +394,7 @@ def merged(model: PreTrainedModel, chain: ModelChain, path: str, tensors: Mappin
 def _around(
     lever: Train, model: PreTrainedModel, path: str, tensors: Mapping[str, Tensor], *, seed: int, layer: int
 ) -> nn.Module:
-    """A copy of a module with new adapters around the base among these tensors."""
+    """Return a copy of a module with new adapters around the base among these tensors."""
     module = begin_filling(copy.deepcopy(model.get_submodule(path)))
     for name, tensor in tensors.items():
         if not is_added(name):
@@ -405,7 +408,7 @@ def _around(
 
 
 def write_added(folder: Path, files: Sequence[Path], model: PreTrainedModel, chain: ModelChain) -> None:
-    """Makes of files with adapters of an unmodified model the folder that `peft.PeftModel.from_pretrained` reads."""
+    """Convert files with adapters of an unmodified model to the folder that `peft.PeftModel.from_pretrained` reads."""
     from peft import get_peft_model_state_dict
 
     lever = _lever(chain)
