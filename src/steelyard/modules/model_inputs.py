@@ -206,7 +206,8 @@ def one_sequence_each() -> Iterator[None]:
     """Keep a transformers forward pass from reading values of samples whose outcome is known.
 
     The pass does not search samples for packed sequences, because each sample is one sequence, nor for padding, because
-    there is none, and does not draw whether to skip a block, because all blocks of a plan run. Thread-safe.
+    there is none, and does not draw whether to skip a block, because all blocks of a plan run. Several threads may be
+    within at the same time.
     """
     global _num_within  # noqa: PLW0603  what is replaced is global, too
     with _within_lock:
