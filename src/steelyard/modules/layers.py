@@ -1,20 +1,20 @@
-"""The layers of a chain as modules with one calling convention, so that a stage is a plain loop over them.
+"""Layers of a chain as modules with one calling convention, so that a stage is a plain loop over its layers.
 
-Every layer maps what flows along the chain to what flows on: token ids [B, S] or images → hidden state [B, s, H] → … →
-loss []. Where an encoder's output goes along with a decoder's state, a tuple of two flows. How a layer does so
-follows from its split; what all blocks share (positions, mask) is computed once per forward and passed as
-`SharedInputs`.
+Every layer maps the activations of the chain to the next ones: token ids [B, S] or images → hidden state [B, s, H] → …
+→ loss []. If an encoder's output accompanies a decoder's state, the activations are a tuple of both. The split of the
+model determines how a layer computes. Inputs that all blocks share (positions, mask) are computed once per forward pass
+and passed as `SharedInputs`.
 
-Whatever a layer draws at random (dropout, the noise in front of routers, the experts that some of them draw) a plan can
-repeat: before each layer the generators are seeded with a number made from the step, the microbatch, the layer, the
-share of the samples and the seed of the run (`seed_dropout`).
+All random draws of a layer (dropout, router noise, experts chosen at random) are repeatable within a plan: before each
+layer the generators are seeded with a number made from the step, the microbatch, the layer, the share of the samples
+and the seed of the run (`seed_dropout`).
 
-- Ranks that hold the same activations (tensor parallelism) drop the same entries, and their copies stay equal.
-- Ranks that hold other samples, and other microbatches, layers and steps, drop others.
-- The same plan gives the same numbers twice, recomputed layers too, and a resumed run needs no generator's state.
+- Ranks that hold the same activations (tensor parallelism) drop the same entries, so their copies stay equal.
+- Ranks with different samples drop different entries, and so do different microbatches, layers and steps.
+- The same plan gives the same numbers twice, also in recomputed layers. A resumed run needs no generator state.
 
-Under another plan other entries fall out, as with any change of the ranks that draw them. Not modelled: under tensor
-parallelism the shards of attention heads, and of the sequence with sp, drop alike entries on every rank.
+A different plan drops different entries, as does any change of the ranks that draw them. Not modelled: under tensor
+parallelism, every rank drops the same entries of its shard of the attention heads, and with sp of the sequence.
 
 Legend of shape suffixes: B samples of this rank, S sequence length, s sequence of this rank (S/tp under sequence
 parallelism, else S), H hidden size, V vocabulary of this rank.
@@ -52,11 +52,11 @@ _RATES = (
     *("attention_dropout", "dropout_prob", "drop_prob", "dropout"),
     *("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
 )
-"""Attributes by which attention drops entries inside its kernel, and of routers by which they add noise."""
+"""Attributes with the dropout rate of attention kernels and the noise of routers."""
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether anything in a module drops entries or adds noise while it trains."""
+    """Return whether any part of a module drops entries or adds noise during training."""
     rates = (
         [each.p] if isinstance(each, nn.modules.dropout._DropoutNd) else [getattr(each, name, 0) for name in _RATES]
         for each in module.modules()
@@ -65,7 +65,7 @@ def has_dropout(module: nn.Module) -> bool:
 
 
 def seed_dropout(*parts: int) -> None:
-    """Seeds the generators of all devices with a number that depends on every part and their order."""
+    """Seed the generators of all devices with a number that depends on every part and their order."""
     seed = 0
     for part in parts:
         seed = ((seed ^ part) * _MIX + 1) & _WORD
@@ -74,14 +74,14 @@ def seed_dropout(*parts: int) -> None:
 
 
 Flow: TypeAlias = Tensor | tuple[Tensor, ...]
-"""What flows between layers."""
+"""Activations that pass between layers."""
 
 
 class LayerContext:
-    """What a forward pass of a microbatch carries along beside the hidden state.
+    """Context of a microbatch's forward pass: all inputs of layers except the activations.
 
-    Not a dataclass: FSDP searches those that enter a layer for tensors that need gradients, through every field of the
-    config, twice per layer and pass. None of these tensors does.
+    This is no dataclass because FSDP searches each dataclass that enters a layer for tensors that need gradients,
+    through every field of the config, twice per layer and pass. None of these tensors needs gradients.
     """
 
     __slots__ = ("batch", "decoder_ids", "labels_BS", "logits", "num_targets", "own", "side")
@@ -97,21 +97,21 @@ class LayerContext:
         logits: list[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         self.side, self.labels_BS = side, labels_BS
-        """The target at every place, or of every image; needed by the head alone."""
+        """Target of every token or image; only the head needs it."""
         self.num_targets = num_targets
-        """Targets of the whole global batch, over which the loss is the mean."""
+        """Number of targets in the global batch; the loss is the mean over them."""
         self.decoder_ids = decoder_ids
         """Token ids [B, S] that a decoder's embedding reads."""
         self.batch = batch or {}
-        """Of a user's own module: the samples that each layer has, by its number."""
+        """Samples of each layer by its number, for a user's own module."""
         self.logits = logits
-        """Where the head puts labels and logits in the place of taking a loss; None where it takes one."""
+        """List to which the head appends labels and logits instead of computing a loss; None to compute the loss."""
         self.own: dict[tuple[int, int], LayerContext] = {}
-        """The same for the tokens of one rank of several (their number, its place), under context parallelism."""
+        """Contexts for the tokens of one rank under context parallelism, by (number of ranks, rank)."""
 
 
 class ChainLayer(nn.Module):
-    """One layer of the chain; ``remat`` decides how much of its forward pass is run again in the backward pass.
+    """One layer of the chain; ``remat`` sets how much of its forward pass the backward pass recomputes.
 
     Its modules are attributes under their names in the layer.
     """
@@ -125,53 +125,53 @@ class ChainLayer(nn.Module):
         self.family, self.layer_type, self.remat = family, layer_type, remat
         self.run_alone: Run = run
         self.num_chunks = 1
-        """Of a head, the chunks of tokens that it computes one after another, and again in the backward pass."""
+        """Number of token chunks that a head computes in sequence, and recomputes in the backward pass."""
         self.compiled: Callable[..., Any] | None = None
-        """Of a layer whose block is compiled, what runs it, selective remat included."""
+        """Callable that runs a compiled block, including selective remat; None if the block is not compiled."""
         self.entering: tuple[int, ...] | None = None
-        """The places in what flows of what the layer reads; None where that is all."""
+        """Indices of the activations that the layer reads; None for all."""
         self.past: tuple[int, ...] = ()
-        """The places of what flows on beside the hidden state: in what flows in, then in what it makes."""
+        """Indices of the outputs after the hidden state, into the incoming activations followed by the results."""
         self.divided_tokens: tuple[int, str] | None = None
-        """Over how many ranks, and how, context parallelism divides tokens; None where it does not."""
+        """Number of ranks and method of context parallelism; None without it."""
         self.router_loss: RouterLoss | None = None
-        """Of which the layer returns the statistics behind what flows on; None where no router of it is trained."""
+        """Router loss whose statistics the layer returns after its activations; None if the layer trains no router."""
         self.own_parameters: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Within it the layer has the parameters that it computes on, where a replica has others."""
+        """Context manager that gives the layer its compute parameters, if a replica stores others."""
         self.saving: Callable[[LayerContext], AbstractContextManager[None]] = lambda _: nullcontext()
-        """Within it a forward pass saves where levers say so."""
+        """Context manager in which a forward pass saves tensors as levers specify."""
         self.compute: Callable[[Flow, LayerContext], Flow] = self.run
-        """What a forward pass does, and does again where the strategy says so; a replica wraps it."""
+        """Computation of a forward pass, recomputed if the strategy says so; a replica wraps it."""
 
     @property
     def beside(self) -> tuple[nn.Module, ...]:
-        """Modules without parameters that run in the layer and are not its own, as the dropout behind a table."""
+        """Modules without parameters that run in the layer but are not its own, such as dropout after a table."""
         return getattr(self.run_alone, "beside", ())
 
     @property
     def drops(self) -> bool:
-        """Whether anything in the layer drops entries while it trains; of a module of one's own it may."""
+        """Whether the layer drops entries during training; assumed for a user's own module."""
         return self.family.task is Task.OWN or any(has_dropout(each) for each in (self, *self.beside))
 
     def train(self, mode: bool = True) -> Self:
-        """Sets whether the layer trains, and all that runs in it."""
+        """Set the training mode of the layer and of all modules that run in it."""
         for module in self.beside:
             module.train(mode)
         return super().train(mode)
 
     def run(self, inputs: Flow, context: LayerContext) -> Flow:
-        """The layer's forward computation, without remat."""
+        """Run the forward computation of the layer, without remat."""
         return self.run_alone(self, inputs, context)
 
     def forward(self, inputs: Flow, context: LayerContext) -> Flow:
-        """The layer's output; recomputed in backward where the strategy says so."""
+        """Return the output of the layer, recomputed in the backward pass if the strategy says so."""
         with self.saving(context):
             if self.remat is Remat.NONE or (self.remat is Remat.SELECTIVE and self.compiled is not None):
                 return self.compute(inputs, context)
             return checkpoint(self.compute, inputs, context, use_reentrant=False, context_fn=REMAT_CONTEXTS[self.remat])
 
     def within(self, flow: Flow, context: LayerContext, compute: Callable[[Flow, LayerContext], Flow]) -> Flow:
-        """What flows out of the layer, which computes as ``compute`` says; what it does not read flows past it."""
+        """Apply ``compute`` to the activations that the layer reads; the others bypass the layer."""
         if self.entering is None:
             return compute(flow, context)
         tensors = tensors_of(flow)
@@ -181,11 +181,11 @@ class ChainLayer(nn.Module):
 
 
 class EmbeddingLayer(ChainLayer):
-    """Token ids [B, S], or images, to hidden state [B, s, H]."""
+    """Layer from token ids [B, S] or images to the hidden state [B, s, H]."""
 
 
 class BlockLayer(ChainLayer):
-    """Hidden state [B, s, H] to hidden state [B, s, H] through one unmodified Transformer block."""
+    """Layer from hidden state [B, s, H] to hidden state [B, s, H]: one unmodified Transformer block."""
 
     @property
     def attention_type(self) -> str:
@@ -193,22 +193,22 @@ class BlockLayer(ChainLayer):
         return self.layer_type.attention
 
     def run(self, inputs: Flow, context: LayerContext) -> Flow:
-        """Runs the block."""
+        """Run the block; with a router loss, its statistics follow the activations."""
         if self.router_loss is None:
             return super().run(inputs, context)
         return self.router_loss.beside(self, lambda: tensors_of(self.run_alone(self, inputs, context)))
 
 
 class HeadLayer(ChainLayer):
-    """Hidden state [B, s, H] and labels to the sum of the targets' losses divided by ``num_targets``.
+    """Layer from hidden state [B, s, H] and labels to the sum of the targets' losses divided by ``num_targets``.
 
-    ``num_targets`` is the count over the whole global batch, so that losses and gradients of ranks and microbatches add
-    up to those of one process. Under tensor parallelism the logits stay sharded over the vocabulary; the caller runs
-    forward and backward inside `torch.distributed.tensor.parallel.loss_parallel`.
+    ``num_targets`` is the count over the global batch, so that the losses and gradients of all ranks and microbatches
+    add up to those of one process. Under tensor parallelism the logits stay sharded over the vocabulary; the caller
+    runs forward and backward inside `torch.distributed.tensor.parallel.loss_parallel`.
     """
 
     def run(self, inputs: Flow, context: LayerContext) -> Tensor:
-        """Projects and takes the cross entropy in fp32, as `transformers` does."""
+        """Project to logits and compute the cross entropy in fp32, as `transformers` does."""
         labels_BS = context.labels_BS  # noqa: N806
         assert labels_BS is not None, "what a head is trained on"
         hidden, *beside = tensors_of(inputs)
@@ -231,7 +231,7 @@ class HeadLayer(ChainLayer):
 
 
 class LossLayer(ChainLayer):
-    """The last layer of a user's own module: from the blocks' output to this rank's share of its mean loss."""
+    """Last layer of a user's own module, from the blocks' output to this rank's share of the mean loss."""
 
 
 _LAYERS: Mapping[LayerRole, type[ChainLayer]] = {
@@ -242,7 +242,7 @@ _LAYERS: Mapping[LayerRole, type[ChainLayer]] = {
 
 
 def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Remat) -> ChainLayer:
-    """Wraps the modules of one layer of the chain in the common calling convention."""
+    """Wrap the modules of one layer of the chain in the common calling convention."""
     layer_type, split = chain.type_of(layer), chain.split
     run = split_run(model, split, layer) if isinstance(split, ModelSplit) else model.run(layer)
     layer_class = LossLayer if split.module and layer_type.role is LayerRole.HEAD else _LAYERS[layer_type.role]
@@ -260,19 +260,19 @@ def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Re
 
 
 def tensors_of(flow: Flow) -> tuple[Tensor, ...]:
-    """The tensors that flow."""
+    """Return the activations as a tuple of tensors."""
     return flow if isinstance(flow, tuple) else (flow,)
 
 
 def as_flow(tensors: tuple[Tensor, ...]) -> Flow:
-    """A tensor alone where there is only one."""
+    """Return a single tensor as itself, several as a tuple."""
     return tensors if len(tensors) > 1 else tensors[0]
 
 
 def shared_inputs_of(
     layers: Iterable[ChainLayer], model: PreTrainedModel, chain: ModelChain, device: torch.device
 ) -> "SharedInputSource":
-    """What makes the `SharedInputs` that the blocks among these layers read."""
+    """Build the source of the `SharedInputs` that the blocks among these layers read."""
     if chain.split.module:
         return OwnSharedInputs(model, device)
     blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
@@ -281,7 +281,7 @@ def shared_inputs_of(
 
 
 class OwnSharedInputs:
-    """As `SplitSharedInputs`, for a user's own module."""
+    """Counterpart of `SplitSharedInputs` for a user's own module."""
 
     model_config = None
 
@@ -289,9 +289,9 @@ class OwnSharedInputs:
         self.arguments = model.arguments(device)
 
     def __call__(self, _seq_len: int, _dtype: torch.dtype, device: torch.device) -> SharedInputs:
-        """What gives blocks their arguments when the samples are there."""
+        """Return the shared inputs, which compute block arguments once samples are available."""
         return SharedInputs(position_ids=torch.empty(0, device=device), of_samples=self.arguments)
 
 
 SharedInputSource = SplitSharedInputs | OwnSharedInputs
-"""What makes the `SharedInputs` of a forward pass."""
+"""Source of the `SharedInputs` of a forward pass."""
