@@ -7,7 +7,7 @@ If it was made between two blocks, no layer makes it and the module is rejected.
 samples must show the same operations, and all activations must have the samples as their first dim.
 
 A rejected module raises one error that names the place: the path of a module, and the operation. Digests of its
-structure identify a module, so that a plan recognizes the module that it was made for.
+structure identify a module, so that a plan can recognise its module.
 """
 
 import hashlib
@@ -339,7 +339,7 @@ def _shape(seen: Seen, other: Seen, origin: Origin) -> tuple[int, ...]:
 def _layer_type(
     seen: Seen, flows: Sequence[Sequence[Origin]], shapes: Mapping[Origin, tuple[int, ...]], block: int
 ) -> OwnLayerType:
-    """Return the layer type of a block, with a digest as its name; equal for blocks of one type."""
+    """Return the layer type of a block, provisionally named by a digest of its arguments; equal for one type."""
     before, after, call = flows[block], flows[block + 1], seen.calls[block]
     several = isinstance(call.outputs, tuple | list)
     others = [
