@@ -1,1 +1,1 @@
-"""The real modules of a model: built from its config, with tensor parallelism as a strategy says."""
+"""Modules of a model: built from its config, with tensor parallelism as each strategy specifies."""

@@ -1,4 +1,4 @@
-"""Freezing of parameters: finds them by the model's own names, and freezes them in its layers."""
+"""Find the frozen parameters of a model by name, and freeze them in its layers."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -16,11 +16,11 @@ from steelyard.modules.levers import num_quantized
 from steelyard.modules.levers.train import is_added
 
 _MOST_NAMED = 24
-"""Modules that an error lists."""
+"""Maximum number of modules that an error lists."""
 
 
 class _Named(NamedTuple):
-    """A parameter of a layer: its paths there and in the model."""
+    """A parameter of a layer, with its path in the layer and in the model."""
 
     layer: int
     local: str
@@ -29,11 +29,11 @@ class _Named(NamedTuple):
 
 
 def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> Freeze | None:
-    """Return the parameters that patterns freeze, and those without gradients in the model; None if there are none.
+    """Return the parameters that patterns freeze and those without gradients; None if there are none.
 
-    A pattern is the path of a module or parameter as ``named_parameters`` spells it, ``*`` and the like as in a
-    stubbed module. ``own`` is a user's own module (`steelyard.modules.own_pieces.OwnModel`); one of transformers is
-    built. Raises `InvalidModelError` if a pattern matches nothing or nothing is left to train.
+    A pattern is the path of a module or parameter as ``named_parameters`` spells it, with shell wildcards such as
+    ``*``. ``own`` is a user's own module (`steelyard.modules.own_pieces.OwnModel`); without it, the Transformers model
+    is built. Raises `InvalidModelError` if a pattern matches nothing or no parameter is left to train.
     """
     if own is None and not patterns and not chain.changes:
         return None
@@ -75,9 +75,9 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
 
 
 def freeze_layer(layer: nn.Module, chain: ModelChain, number: int) -> None:
-    """Freezes what is frozen of a layer of the chain, in place.
+    """Freeze the frozen parameters of a layer of the chain, in place.
 
-    Of a user's own module, whose layers at the ends share it, parameters of the layer's own take their place.
+    The first and last layers of a user's own module share that module, so the layer gets its own frozen parameters.
     """
     if chain.freeze is None:
         return
@@ -95,7 +95,7 @@ def freeze_layer(layer: nn.Module, chain: ModelChain, number: int) -> None:
 
 
 def rest_in(layer: nn.Module, dtype: torch.dtype, *, trained: bool = False) -> None:
-    """Cast a layer's frozen parameters, or all if ``trained``, to its compute dtype, in place."""
+    """Cast a layer's frozen parameters (all if ``trained``) and added buffers to its compute dtype, in place."""
     for parameter in layer.parameters():
         if (trained or not parameter.requires_grad) and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -105,16 +105,15 @@ def rest_in(layer: nn.Module, dtype: torch.dtype, *, trained: bool = False) -> N
 
 
 def rests_in(name: str, buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the storage dtype of a buffer in a layer that computes in ``dtype``: ``dtype`` for floating-point buffers
-    of adapters, else its own.
-    """
+    """Return the storage dtype of a buffer: the compute dtype ``dtype`` if levers added the buffer, else its own."""
     return dtype if is_added(name) and buffer.is_floating_point() else buffer.dtype
 
 
 def check_frozen(model: Any, chain: ModelChain) -> None:
-    """Raise `InvalidModelError` if a prepared model has no gradients for parameters that a plan trains.
+    """Raise `InvalidModelError` if a prepared model has no gradients for parameters that its plan trains.
 
-    Parameters that a class of transformers itself does not train are exempt, also in plans that freeze nothing.
+    Parameters that the Transformers class itself does not train are ignored, and so are, if the plan freezes nothing,
+    those of the first and last layers of a user's own module.
     """
     frozen = {
         each.path: each.layer
@@ -137,7 +136,7 @@ def check_frozen(model: Any, chain: ModelChain) -> None:
 
 
 def freeze_model(model: nn.Module, chain: ModelChain) -> None:
-    """Freezes in place what a plan freezes of a whole model of transformers."""
+    """Freeze the parameters of a whole Transformers model that a plan freezes, in place."""
     if chain.freeze is None:
         return
     for each in _named_parameters(model, chain):
@@ -146,7 +145,7 @@ def freeze_model(model: nn.Module, chain: ModelChain) -> None:
 
 
 BY_PLAN = "_frozen_by_plan"
-"""The attribute of a module whose parameters a plan has frozen, and not its own class."""
+"""Attribute that marks a module whose parameters were frozen by a plan and not by its class."""
 
 
 def _named_parameters(model: Any, chain: ModelChain) -> Iterator[_Named]:
@@ -158,13 +157,13 @@ def _named_parameters(model: Any, chain: ModelChain) -> Iterator[_Named]:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Whether a parameter is what a pattern names, or lies in it."""
+    """Return whether a pattern matches a parameter or a module that contains it."""
     parts = path.split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
 def _parts(named: Sequence[_Named], frozen: Collection[tuple[int, str]], num_layers: int) -> Iterator[FrozenLayers]:
-    """Yield the frozen parameters layer by layer, including layers without parameters; equal neighbours are merged."""
+    """Yield the frozen parts by layer, with neighbours merged if equal; a layer without parameters counts as frozen."""
     found: dict[int, tuple[str, ...] | None] = dict.fromkeys(range(num_layers), ())
     for layer, of_layer in groupby(named, key=lambda each: each.layer):
         found[layer] = _paths({each.local: (layer, each.local) in frozen for each in of_layer})
@@ -175,7 +174,7 @@ def _parts(named: Sequence[_Named], frozen: Collection[tuple[int, str]], num_lay
 
 
 def _paths(is_frozen: Mapping[str, bool]) -> tuple[str, ...] | None:
-    """The outermost modules and parameters of a layer that are frozen; empty for all, None for none."""
+    """Return the outermost frozen modules and parameters of a layer; empty if all are frozen, None if none are."""
     if not any(is_frozen.values()):
         return None
     found = set()

@@ -1,6 +1,6 @@
-"""Tensors in the memory of the host, pinned where the device is a GPU, and marked so that meters of a device skip them.
+"""Tensors in host memory, pinned if the device is a GPU, and marked so that device memory meters skip them.
 
-On a CPU the host's memory is the device's own: such a tensor then differs from others by its mark alone.
+On a CPU, host memory is device memory, so only the mark distinguishes such a tensor.
 """
 
 import os
@@ -16,22 +16,23 @@ _MARK = "lies_on_host"
 
 
 def empty_on_host(part: Tensor) -> Tensor:
-    """A tensor without values of the shape and type of one of the device, in memory of its host."""
+    """Return an uninitialised host tensor with the shape and dtype of a device tensor."""
     made = torch.empty(0, dtype=part.dtype, pin_memory=part.device.type == "cuda")
     setattr(made.untyped_storage(), _MARK, True)  # before it has any memory that a meter would see
     return made.resize_(part.shape)
 
 
 def is_on_host(storage: torch.UntypedStorage) -> bool:
-    """Whether it is the storage of such a tensor."""
+    """Return whether a storage belongs to a marked host tensor."""
     return hasattr(storage, _MARK)
 
 
 def rest_on_host(layer: FSDPModule, device_type: str) -> None:
-    """Prepare a layer that FSDP has sharded with its `CPUOffloadPolicy`, in place.
+    """Prepare a layer that FSDP sharded with `CPUOffloadPolicy`, in place.
 
-    On a CPU, FSDP makes no copies from host memory to host memory: parameters are copied and marked here once, and
-    gradients after every backward pass. A host that steps for GPUs uses all its cores, divided over the ranks.
+    On a CPU, FSDP copies nothing because host and device memory are the same. Parameters are then copied and marked
+    once, and gradients after every backward pass. On GPUs, the host runs the optimizer, so its cores are divided over
+    the local ranks.
     """
     if device_type != "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

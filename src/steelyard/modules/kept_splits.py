@@ -1,4 +1,4 @@
-"""Splits of models of transformers that were found before: those of the package, and those kept in a folder."""
+"""Cache of the splits of Transformers models: those in the package, and those in a folder."""
 
 import logging
 from pathlib import Path
@@ -24,7 +24,7 @@ def kept_split(config_hash: str, folder: Path | None) -> ModelSplit | None:
 
 
 def read_kept(path: Path, schema: type[Schema], notice: str) -> Schema | None:
-    """Return the content of a file; None if it is missing, or unreadable (logged after ``notice``)."""
+    """Parse a cached file; return None if it is missing or, with a warning that begins with ``notice``, unreadable."""
     if not path.is_file():
         return None
     try:
@@ -35,7 +35,7 @@ def read_kept(path: Path, schema: type[Schema], notice: str) -> Schema | None:
 
 
 def keep_split(config_hash: str, split: ModelSplit, folder: Path | None) -> None:
-    """Save the split of a model in a folder; do nothing without a folder."""
+    """Write the split of a model to a folder, if one is given."""
     if folder is not None:
         keep(_path(config_hash, folder), split.model_dump_json())
 

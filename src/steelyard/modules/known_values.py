@@ -1,17 +1,17 @@
-"""Tensors without values: blanks, which have none, and what is known of meta and fake tensors all the same.
+"""Tensors without values: blanks, and meta and fake tensors whose values are known.
 
-A blank stands for what depends on a parameter that is not there. It says that it is on a device and has nothing in
-memory; an operation that is given one computes nothing and returns one. What does not depend on parameters is computed
-as ever, and where a value of a blank would be needed, there is an error and no wrong result.
+A blank stands for a tensor that depends on a missing parameter. It reports a device but uses no memory; an operation on
+a blank computes nothing and returns a blank. Tensors that do not depend on parameters are computed as usual. If the
+value of a blank is needed, an error is raised instead of returning a wrong result.
 
-Within `KnownValues` a forward pass runs on meta and fake tensors that asks for values. Known are the samples' token ids
-(`tell`), what factories make (zeros, ranges), and all that follows from known values alone, as masks and positions do.
-What is chosen among unknown values (``topk``, ``argmax``, ``sort``) is taken to be chosen evenly: of E experts every
-one gets the same share of the tokens, which is the mean over all routings. Values are computed, on the host, only when
-they are asked for (``tolist``, ``nonzero``, ``bool``, indices of a mask); a value that is asked for and not known is
-the error that it is without this.
+`KnownValues` lets a forward pass that reads values run on meta and fake tensors. Known are the samples' token ids
+(`tell`), the results of factories (zeros, ranges), and all tensors that depend on known values alone, such as masks and
+positions. Choices among unknown values (``topk``, ``argmax``, ``sort``) are assumed even: each of E experts gets the
+same share of the tokens, the mean over all routings. Values are computed on the host, and only if they are read
+(``tolist``, ``nonzero``, ``bool``, indices of a mask). Reading an unknown value raises the same error as without
+`KnownValues`.
 
-Not modelled: writing into a view of a known tensor changes nothing but the view.
+Not modelled: writing into a view of a known tensor changes only the view.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,17 +32,17 @@ from steelyard.modules.not_split import HINT
 
 META = torch.device("meta")
 FILLED = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
-"""Operations that read of a tensor its shape and type alone."""
+"""Operations that read only the shape and dtype of a tensor."""
 
 
 class Blank(Tensor):
-    """A tensor without values; ``meta`` has its shape and type."""
+    """Tensor without values; ``meta`` has its shape and dtype."""
 
     meta: Tensor
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device) -> "Blank":
-        """Create a blank like a tensor on the meta device."""
+        """Create a blank with the shape and dtype of a meta tensor."""
         options = {"strides": meta.stride(), "storage_offset": meta.storage_offset(), "dtype": meta.dtype}
         found = Tensor._make_wrapper_subclass(cls, meta.shape, **options, device=device, requires_grad=False)
         found.meta = meta
@@ -52,12 +52,12 @@ class Blank(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation without computing values."""
+        """Return blanks without computing anything."""
         return _of_blanks(func, args, kwargs or {})
 
 
 class Blanks(TorchDispatchMode):
-    """Mode that hides operations on blanks from modes that count operations or keep their results."""
+    """Mode that hides operations on blanks from other modes, which count or record computations."""
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -67,7 +67,7 @@ class Blanks(TorchDispatchMode):
 
 
 def blank_of(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Blank:
-    """A blank of a shape and a type."""
+    """Create a blank of a shape and a dtype."""
     with _disable_current_modes():
         return Blank(torch.empty(tuple(shape), dtype=dtype, device=META), device)
 
@@ -105,7 +105,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 _AS = frozenset(("type_as", "view_as", "expand_as", "reshape_as"))
-"""Functions that read so much of their second tensor."""
+"""Functions that read only the shape and dtype of their second tensor."""
 _CHOICES = frozenset(("topk", "max", "min", "sort"))
 _UNKNOWN = frozenset(
     ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "empty", "empty_like", "new_empty", "bernoulli")
@@ -115,7 +115,7 @@ _NUMBERS = frozenset(("item", "tolist", "__bool__", "__int__", "__float__", "__i
 
 
 def tell(tensor: Tensor, values: Tensor) -> None:
-    """Attach known ``values`` to a tensor of the same shape."""
+    """Register ``values`` as the known values of a tensor of the same shape."""
     tensor._known = lambda: values
 
 
@@ -125,10 +125,10 @@ class KnownValues(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.asked = False
-        """Whether a value was requested that a tensor does not have."""
+        """Whether a value was read that a tensor does not have."""
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the result of a function, with its known values attached."""
+        """Call a function and record the known values of its result."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in ("__getitem__", "__setitem__"):
             args = self._with_places(args)
@@ -139,10 +139,10 @@ class KnownValues(TorchFunctionMode):
             self.asked = True
             if value is not None:
                 return value()
-            return 0 if name == "item" else func(*args)  # which models compare or assert on; no branch
+            return 0 if name == "item" else func(*args)  # models compare or assert on it, but do not branch
         try:
             found = func(*args, **kwargs)
-        except RuntimeError:  # asked for values where there are none; errors of fake tensors are of this kind, too
+        except RuntimeError:  # read of missing values; errors of fake tensors are RuntimeErrors, too
             sizes = [each for each in tensors if _is_known_size(each)]
             if (value is None and not sizes) or all(has_values(each) for each in tensors):
                 raise
@@ -155,7 +155,7 @@ class KnownValues(TorchFunctionMode):
         return found
 
     def _with_places(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of an indexing, with the places of a mask's entries for it and numbers for single ones."""
+        """Return the arguments of an indexing, with masks replaced by indices and scalar tensors by numbers."""
         tensor, index, *rest = args
         found: list[Any] = []
         for each in index if isinstance(index, tuple) else (index,):
@@ -172,7 +172,7 @@ class KnownValues(TorchFunctionMode):
 
 
 def _is_known_size(tensor: Tensor) -> bool:
-    """Whether a tensor without values is a whole number that is known, as may stand for a size."""
+    """Return whether a tensor without values is a known integer scalar, which may be a size."""
     return not (tensor.ndim or tensor.is_floating_point() or has_values(tensor)) and is_known(tensor)
 
 
@@ -182,12 +182,12 @@ def _as_size(tensor: Tensor) -> Any:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor is neither a meta nor a fake one, nor a blank."""
+    """Return whether a tensor is no meta tensor, no fake tensor and no blank."""
     return not (tensor.is_meta or isinstance(tensor, Blank) or is_fake(tensor))
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Whether a tensor has values, or these are known."""
+    """Return whether a tensor has values or known values."""
     return has_values(tensor) or getattr(tensor, "_known", None) is not None
 
 
@@ -195,9 +195,9 @@ def is_known(tensor: Tensor) -> bool:
 def without_values(
     samples: Iterable[Tensor], token: int = 0, first: tuple[int | None, int] = (None, 0)
 ) -> Iterator[KnownValues | None]:
-    """Make a forward pass treat samples without values as filled with ``token``; samples with values are unchanged.
+    """Run a forward pass in which samples without values consist of one token; samples with values are unchanged.
 
-    ``first`` is a different token for the first places of token ids, and the number of these places.
+    ``first`` is a different token for the first token ids, if given, and their number.
     """
     bare = [each for each in samples if not has_values(each)]
     if not bare:
@@ -212,7 +212,7 @@ def without_values(
 
 
 def with_first(ids: Tensor, token: int | None, count: int) -> Tensor:
-    """Return token ids [B, S] with the first ``count`` places set to ``token``; unchanged if it is None."""
+    """Return token ids [B, S] whose first ``count`` entries are ``token``, if one is given."""
     if token is None:
         return ids
     found = ids.clone()
@@ -221,19 +221,19 @@ def with_first(ids: Tensor, token: int | None, count: int) -> Tensor:
 
 
 def plain_token(config: Any) -> int:
-    """The first token that has no meaning of its own by a config, which gives one of a kind or a list of them."""
+    """Return the first token that the config does not list as a special token."""
     given = (value for key, value in vars(config).items() if key.endswith(("_token_id", "_index", "_token_index")))
     taken = {token for value in given for token in (value if isinstance(value, list | tuple) else [value])}
     return next(token for token in count() if token not in taken)
 
 
 def known_of(tensor: Tensor) -> Tensor:
-    """The values of a tensor that has them, or of which they are known, on the host."""
+    """Return the values or known values of a tensor, on the host."""
     return tensor.detach().cpu() if has_values(tensor) else tensor._known()
 
 
 def values_of(tensor: Tensor) -> tuple[Any, ...] | None:
-    """The shape and values of a tensor without values of which these are known; None for any other."""
+    """Return the shape and known values of a tensor without values; None if its values are unknown or it has values."""
     value = getattr(tensor, "_known", None)
     if value is None:
         return None
@@ -242,11 +242,11 @@ def values_of(tensor: Tensor) -> tuple[Any, ...] | None:
 
 
 def _later(func: Any, args: Any, kwargs: Any, name: str) -> Callable[[], Any]:
-    """Return a function that computes the result from known values at its first call."""
+    """Return a callable that computes the result from known values on its first call."""
     known: list[Any] = []
     writes = (name.endswith("_") and not name.startswith("__")) or name == "__setitem__" or name.startswith("__i")
     given, form = pytree.tree_flatten((args, kwargs))
-    given = [_before(each) for each in given]  # what is known of it now: it may be written into
+    given = [_before(each) for each in given]  # its current known values, because it may be written to
 
     def value() -> Any:
         if not known:
@@ -261,7 +261,7 @@ def _later(func: Any, args: Any, kwargs: Any, name: str) -> Callable[[], Any]:
 
 
 def _before(value: Any) -> Any:
-    """Return a function for a tensor's values: known, else zeros of its shape and dtype. Devices become the CPU."""
+    """Return a callable for a tensor's values (zeros if unknown); a device becomes the CPU, other values stay."""
     if isinstance(value, torch.device) or (isinstance(value, str) and value in ("meta", "cuda")):
         return torch.device("cpu")
     if not isinstance(value, Tensor):
@@ -273,7 +273,7 @@ def _before(value: Any) -> Any:
 
 
 def _valueless(values: Any, like: Tensor) -> Any:
-    """Convert results to tensors on the device of ``like`` with known values; numbers and lists stay unchanged."""
+    """Replace tensors by empty ones on the device of ``like`` with these known values; keep numbers as they are."""
 
     def bare(each: Tensor) -> Tensor:
         found = torch.empty(each.shape, dtype=each.dtype, device=like.device)
@@ -284,7 +284,7 @@ def _valueless(values: Any, like: Tensor) -> Any:
 
 
 def _keep(found: Any, value: Callable[[], Any] | None, args: Any, name: str) -> None:
-    """Notes what is known of a function's results, and of the tensor that it wrote into."""
+    """Record the known values of a function's results and of the tensor that it wrote into."""
     if name == "__setitem__":
         args[0]._known = value
     elif isinstance(found, Tensor) and not has_values(found):
@@ -298,6 +298,6 @@ def _keep(found: Any, value: Callable[[], Any] | None, args: Any, name: str) -> 
 
 
 def _even(chosen: Tensor, among: Tensor) -> Callable[[], Tensor]:
-    """Places chosen among those of the last dim of a tensor: one after the other, so that each is chosen as often."""
+    """Return indices into the last dim of a tensor in cyclic order, so that each is chosen equally often."""
     shape, number = chosen.shape, among.shape[-1]
     return lambda: (torch.arange(shape.numel()) % number).view(shape)

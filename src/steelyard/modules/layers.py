@@ -1,20 +1,20 @@
-"""The layers of a chain as modules with one calling convention, so that a stage is a plain loop over them.
+"""Layers of a chain as modules with one calling convention, so that a stage is a plain loop over its layers.
 
-Every layer maps input activations to output activations: token ids [B, S] or images → hidden state [B, s, H] → … →
-loss []. If an encoder's output travels with a decoder's state, the activations are a tuple of the two. The split
-determines how a layer runs; the inputs that all blocks share (positions, mask) are computed once per forward pass and
-passed as `SharedInputs`.
+Every layer maps the activations of the chain to the next ones: token ids [B, S] or images → hidden state [B, s, H] → …
+→ loss []. If an encoder's output accompanies a decoder's state, the activations are a tuple of both. The split of the
+model determines how a layer computes. Inputs that all blocks share (positions, mask) are computed once per forward pass
+and passed as `SharedInputs`.
 
-All random draws of a layer (dropout, noise before routers, experts drawn at random) are reproducible under a plan:
-before each layer the generators are seeded with a number made from the step, the microbatch, the layer, the share of
-the samples and the seed of the run (`seed_dropout`).
+All random draws of a layer (dropout, router noise, experts chosen at random) are repeatable within a plan: before each
+layer the generators are seeded with a number made from the step, the microbatch, the layer, the share of the samples
+and the seed of the run (`seed_dropout`).
 
-- Ranks that hold the same activations (tensor parallelism) drop the same entries, and their copies stay equal.
-- Ranks that hold other samples, and other microbatches, layers and steps, drop others.
-- The same plan gives the same numbers twice, recomputed layers too, and a resumed run needs no generator's state.
+- Ranks that hold the same activations (tensor parallelism) drop the same entries, so their copies stay equal.
+- Ranks with different samples drop different entries, and so do different microbatches, layers and steps.
+- The same plan gives the same numbers twice, also in recomputed layers. A resumed run needs no generator state.
 
 A different plan drops different entries, as does any change of the ranks that draw them. Not modelled: under tensor
-parallelism the shards of attention heads, and of the sequence with sp, drop identical entries on every rank.
+parallelism, every rank drops the same entries of its shard of the attention heads, and with sp of the sequence.
 
 Legend of shape suffixes: B samples of this rank, S sequence length, s sequence of this rank (S/tp under sequence
 parallelism, else S), H hidden size, V vocabulary of this rank.
@@ -52,11 +52,11 @@ _RATES = (
     *("attention_dropout", "dropout_prob", "drop_prob", "dropout"),
     *("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
 )
-"""Attributes with the dropout rates of attention kernels and the noise rates of routers."""
+"""Attributes with the dropout rate of attention kernels and the noise of routers."""
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Return whether any part of a module drops entries or adds noise in training."""
+    """Return whether any part of a module drops entries or adds noise during training."""
     rates = (
         [each.p] if isinstance(each, nn.modules.dropout._DropoutNd) else [getattr(each, name, 0) for name in _RATES]
         for each in module.modules()
@@ -74,14 +74,14 @@ def seed_dropout(*parts: int) -> None:
 
 
 Flow: TypeAlias = Tensor | tuple[Tensor, ...]
-"""Activations between layers."""
+"""Activations that pass between layers."""
 
 
 class LayerContext:
-    """Inputs that a forward pass of a microbatch carries alongside the hidden state.
+    """Context of a microbatch's forward pass: all inputs of layers except the activations.
 
-    Not a dataclass, because FSDP searches dataclasses that enter a layer for tensors that need gradients, through every
-    field of the config, twice per layer and pass. None of these tensors needs one.
+    This is no dataclass because FSDP searches each dataclass that enters a layer for tensors that need gradients,
+    through every field of the config, twice per layer and pass. None of these tensors needs gradients.
     """
 
     __slots__ = ("batch", "decoder_ids", "labels_BS", "logits", "num_targets", "own", "side")
@@ -99,19 +99,19 @@ class LayerContext:
         self.side, self.labels_BS = side, labels_BS
         """Target of every token or image; only the head needs it."""
         self.num_targets = num_targets
-        """Number of targets in the global batch, over which the loss is averaged."""
+        """Number of targets in the global batch; the loss is the mean over them."""
         self.decoder_ids = decoder_ids
         """Token ids [B, S] that a decoder's embedding reads."""
         self.batch = batch or {}
-        """Samples that each layer of a user's own module holds, by layer number."""
+        """Samples of each layer by its number, for a user's own module."""
         self.logits = logits
-        """List to which the head appends labels and logits instead of computing a loss; None if it computes one."""
+        """List to which the head appends labels and logits instead of computing a loss; None to compute the loss."""
         self.own: dict[tuple[int, int], LayerContext] = {}
-        """Contexts for one rank's tokens under context parallelism, by (number of ranks, place of the rank)."""
+        """Contexts for the tokens of one rank under context parallelism, by (number of ranks, rank)."""
 
 
 class ChainLayer(nn.Module):
-    """One layer of the chain; ``remat`` decides how much of its forward pass is run again in the backward pass.
+    """One layer of the chain; ``remat`` sets how much of its forward pass the backward pass recomputes.
 
     Its modules are attributes under their names in the layer.
     """
@@ -125,32 +125,32 @@ class ChainLayer(nn.Module):
         self.family, self.layer_type, self.remat = family, layer_type, remat
         self.run_alone: Run = run
         self.num_chunks = 1
-        """Number of token chunks that a head computes one by one, and recomputes in the backward pass."""
+        """Number of token chunks that a head computes in sequence, and recomputes in the backward pass."""
         self.compiled: Callable[..., Any] | None = None
-        """Function that runs a compiled block, selective remat included; None if the block is not compiled."""
+        """Callable that runs a compiled block, including selective remat; None if the block is not compiled."""
         self.entering: tuple[int, ...] | None = None
-        """Places of the input activations that the layer reads; None if it reads all."""
+        """Indices of the activations that the layer reads; None for all."""
         self.past: tuple[int, ...] = ()
-        """Places of tensors passed on with the hidden state, counted over inputs, then the layer's other outputs."""
+        """Indices of the outputs after the hidden state, into the incoming activations followed by the results."""
         self.divided_tokens: tuple[int, str] | None = None
-        """Number of ranks over which context parallelism divides tokens, and its mode; None without it."""
+        """Number of ranks and method of context parallelism; None without it."""
         self.router_loss: RouterLoss | None = None
-        """Router loss whose statistics the layer returns after its activations; None if no router of it is trained."""
+        """Router loss whose statistics the layer returns after its activations; None if the layer trains no router."""
         self.own_parameters: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Context in which the layer holds the parameters that it computes on, if a replica holds others."""
+        """Context manager that gives the layer its compute parameters, if a replica stores others."""
         self.saving: Callable[[LayerContext], AbstractContextManager[None]] = lambda _: nullcontext()
-        """Context in which a forward pass saves tensors where the levers put them."""
+        """Context manager in which a forward pass saves tensors as levers specify."""
         self.compute: Callable[[Flow, LayerContext], Flow] = self.run
-        """Computation of a forward pass, repeated if the strategy recomputes it; a replica wraps it."""
+        """Computation of a forward pass, recomputed if the strategy says so; a replica wraps it."""
 
     @property
     def beside(self) -> tuple[nn.Module, ...]:
-        """Modules without parameters that run in the layer but are not part of it, such as dropout after a table."""
+        """Modules without parameters that run in the layer but are not its own, such as dropout after a table."""
         return getattr(self.run_alone, "beside", ())
 
     @property
     def drops(self) -> bool:
-        """Whether the layer may drop entries in training; always true for a user's own module."""
+        """Whether the layer drops entries during training; assumed for a user's own module."""
         return self.family.task is Task.OWN or any(has_dropout(each) for each in (self, *self.beside))
 
     def train(self, mode: bool = True) -> Self:
@@ -160,18 +160,18 @@ class ChainLayer(nn.Module):
         return super().train(mode)
 
     def run(self, inputs: Flow, context: LayerContext) -> Flow:
-        """Run the layer's forward computation, without remat."""
+        """Run the forward computation of the layer, without remat."""
         return self.run_alone(self, inputs, context)
 
     def forward(self, inputs: Flow, context: LayerContext) -> Flow:
-        """Return the layer's output, recomputed in the backward pass if the strategy says so."""
+        """Return the output of the layer, recomputed in the backward pass if the strategy says so."""
         with self.saving(context):
             if self.remat is Remat.NONE or (self.remat is Remat.SELECTIVE and self.compiled is not None):
                 return self.compute(inputs, context)
             return checkpoint(self.compute, inputs, context, use_reentrant=False, context_fn=REMAT_CONTEXTS[self.remat])
 
     def within(self, flow: Flow, context: LayerContext, compute: Callable[[Flow, LayerContext], Flow]) -> Flow:
-        """Return the layer's output activations computed by ``compute``; activations that it does not read pass by."""
+        """Apply ``compute`` to the activations that the layer reads; the others bypass the layer."""
         if self.entering is None:
             return compute(flow, context)
         tensors = tensors_of(flow)
@@ -181,11 +181,11 @@ class ChainLayer(nn.Module):
 
 
 class EmbeddingLayer(ChainLayer):
-    """Layer from token ids [B, S], or images, to hidden state [B, s, H]."""
+    """Layer from token ids [B, S] or images to the hidden state [B, s, H]."""
 
 
 class BlockLayer(ChainLayer):
-    """Layer from hidden state [B, s, H] to hidden state [B, s, H] through one unmodified Transformer block."""
+    """Layer from hidden state [B, s, H] to hidden state [B, s, H]: one unmodified Transformer block."""
 
     @property
     def attention_type(self) -> str:
@@ -193,7 +193,7 @@ class BlockLayer(ChainLayer):
         return self.layer_type.attention
 
     def run(self, inputs: Flow, context: LayerContext) -> Flow:
-        """Run the block."""
+        """Run the block; with a router loss, its statistics follow the activations."""
         if self.router_loss is None:
             return super().run(inputs, context)
         return self.router_loss.beside(self, lambda: tensors_of(self.run_alone(self, inputs, context)))
@@ -202,13 +202,13 @@ class BlockLayer(ChainLayer):
 class HeadLayer(ChainLayer):
     """Layer from hidden state [B, s, H] and labels to the sum of the targets' losses divided by ``num_targets``.
 
-    ``num_targets`` is the count over the whole global batch, so that losses and gradients of ranks and microbatches add
-    up to those of one process. Under tensor parallelism the logits stay sharded over the vocabulary; the caller runs
-    forward and backward inside `torch.distributed.tensor.parallel.loss_parallel`.
+    ``num_targets`` is the count over the global batch, so that the losses and gradients of all ranks and microbatches
+    add up to those of one process. Under tensor parallelism the logits stay sharded over the vocabulary; the caller
+    runs forward and backward inside `torch.distributed.tensor.parallel.loss_parallel`.
     """
 
     def run(self, inputs: Flow, context: LayerContext) -> Tensor:
-        """Project to logits and return their cross entropy in fp32, as `transformers` does."""
+        """Project to logits and compute the cross entropy in fp32, as `transformers` does."""
         labels_BS = context.labels_BS  # noqa: N806
         assert labels_BS is not None, "what a head is trained on"
         hidden, *beside = tensors_of(inputs)
@@ -260,19 +260,19 @@ def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Re
 
 
 def tensors_of(flow: Flow) -> tuple[Tensor, ...]:
-    """Return the tensors of activations as a tuple."""
+    """Return the activations as a tuple of tensors."""
     return flow if isinstance(flow, tuple) else (flow,)
 
 
 def as_flow(tensors: tuple[Tensor, ...]) -> Flow:
-    """Return a tuple of tensors as activations: a single tensor without its tuple."""
+    """Return a single tensor as itself, several as a tuple."""
     return tensors if len(tensors) > 1 else tensors[0]
 
 
 def shared_inputs_of(
     layers: Iterable[ChainLayer], model: PreTrainedModel, chain: ModelChain, device: torch.device
 ) -> "SharedInputSource":
-    """Return the source of the `SharedInputs` that the blocks among these layers read."""
+    """Build the source of the `SharedInputs` that the blocks among these layers read."""
     if chain.split.module:
         return OwnSharedInputs(model, device)
     blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
@@ -281,7 +281,7 @@ def shared_inputs_of(
 
 
 class OwnSharedInputs:
-    """Source of `SharedInputs` for a user's own module, like `SplitSharedInputs`."""
+    """Counterpart of `SplitSharedInputs` for a user's own module."""
 
     model_config = None
 
@@ -289,7 +289,7 @@ class OwnSharedInputs:
         self.arguments = model.arguments(device)
 
     def __call__(self, _seq_len: int, _dtype: torch.dtype, device: torch.device) -> SharedInputs:
-        """Return shared inputs that find the blocks' arguments once the samples are known."""
+        """Return the shared inputs, which compute block arguments once samples are available."""
         return SharedInputs(position_ids=torch.empty(0, device=device), of_samples=self.arguments)
 
 

@@ -1,24 +1,24 @@
-"""Inputs of a transformers model: samples and labels, and the options of its forward pass.
+"""Inputs of a Transformers model: samples and labels, and the options of its forward pass.
 
 | task                 | the first layer reads           | the head compares with                          |
 |----------------------|---------------------------------|-------------------------------------------------|
 | causal-lm            | token ids [B, S]                | the next token at every place [B, S]            |
-| masked-lm            | token ids [B, S], some hidden   | the hidden tokens [B, S], `IGNORED` elsewhere   |
+| masked-lm            | token ids [B, S], some masked   | the masked tokens [B, S], `IGNORED` elsewhere   |
 | seq2seq-lm           | the source's token ids [B, S]   | the target's token ids [B, S]                   |
-| speech-seq2seq       | features of sound [B, ...]      | the target's token ids [B, S]                   |
+| speech-seq2seq       | audio features [B, ...]         | the target's token ids [B, S]                   |
 | image-text-to-text   | images [B, C, H, W]             | the next token at every place [B, S], `IGNORED` |
-|                      |                                 | at those whose next is a place of the image     |
+|                      |                                 | if the next place belongs to the image          |
 | image-classification | images [B, C, H, W]             | classes [B]                                     |
 
-The loss is the mean over all labels that are not `IGNORED`. The embedding of a decoder reads the labels moved one place
-on, with the config's ``decoder_start_token_id`` (else ``pad_token_id``) in front, or, of some types, their own last
-token (a language, or the end). What merges images and text reads them so, too, with the token that stands for a place
-of the image in front and where there is no target.
+The loss is the mean over all labels that are not `IGNORED`. The embedding of a decoder reads the labels shifted by one
+place. The first token is the config's ``decoder_start_token_id`` (else ``pad_token_id``) or, for some model types, the
+last token of the labels (a language, or the end). A model that merges images and text reads shifted labels, too; there
+the token of an image place comes first and replaces `IGNORED`.
 
-The shape of features is that of all samples, as the config says it; each type of sound is a line here, since structure
-does not tell. Sound whose length no config says is taken to last `_SOUND` values, 30 seconds at 16 kHz. Images that a
-model takes as patches of a grid have the size of ``vision_config.image_size``, where `plan` puts it. Each sample is one
-sequence without padding, so a forward pass need not ask for values of samples (`one_sequence_each`).
+All samples have features of one shape, which the config gives. Each audio model type is listed here because structure
+does not tell its features. Audio without a length in the config has `_SOUND` values, 30 seconds at 16 kHz. Images that
+a model reads as patches of a grid have the size ``vision_config.image_size``, which `plan` sets. Each sample is one
+sequence without padding, so a forward pass need not read values of samples (`one_sequence_each`).
 
 Legend of shapes: B samples, S tokens, C channels, H height, W width.
 """
@@ -44,7 +44,7 @@ from steelyard.modules.known_values import is_known, known_of
 from steelyard.modules.not_split import failed_at
 
 IGNORED = -100
-"""The label of a place that is no target."""
+"""Label of a place without a target."""
 
 
 def decoder_inputs(
@@ -52,7 +52,7 @@ def decoder_inputs(
     config: PreTrainedConfig,
     features: SplitFeatures | None = None,
 ) -> Tensor:
-    """The token ids [B, S] that a decoder, or what merges images and text, is given to predict ``labels_BS``."""
+    """Return the token ids [B, S] from which a decoder or an image-text model predicts ``labels_BS``."""
     if features and features.token is not None:
         token = features.token
         shifted = torch.cat([torch.full_like(labels_BS[:, :1], token), labels_BS[:, :-1]], 1)
@@ -74,7 +74,7 @@ def decoder_inputs(
 
 
 def fitting_tokens(labels_BS: Tensor, features: SplitFeatures) -> Tensor:  # noqa: N803
-    """Labels [B, S] of which none is the token of a place of the image; before the text there is no target."""
+    """Replace image tokens in labels [B, S] by another token; places before the text have no target."""
     if features.token is None:
         return labels_BS
     found = labels_BS.masked_fill(labels_BS == features.token, features.token - 1 if features.token else 1)
@@ -83,9 +83,9 @@ def fitting_tokens(labels_BS: Tensor, features: SplitFeatures) -> Tensor:  # noq
 
 
 def blank_samples(chain: ModelChain, num_samples: int, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of zeros of the right shapes: what is counted on fake tensors.
+    """Return inputs and labels of zeros in the right shapes, for counting on fake tensors.
 
-    Of a user's own module the numbers of samples, which stand for what it reads.
+    The inputs of a user's own module are replaced by one number per sample.
     """
     of_labels = (num_samples, seq_len) if chain.family.task.reads_text else (num_samples,)
     labels = torch.zeros(of_labels, dtype=torch.long)
@@ -96,7 +96,7 @@ def blank_samples(chain: ModelChain, num_samples: int, seq_len: int) -> tuple[Te
 def random_samples(
     chain: ModelChain, num_samples: int, seq_len: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Random inputs and labels, on the CPU; of a masked language model about one place in seven is a target."""
+    """Return random inputs and labels on the CPU; in masked language models about one place in seven is a target."""
     if chain.family.task is Task.IMAGE_CLASSIFICATION:
         assert chain.image is not None
         images = torch.randn((num_samples, *chain.image), generator=generator)
@@ -115,17 +115,17 @@ def random_samples(
 _SOUND = 30 * 16_000
 _CHANNELS = ("in_channels", "num_channels", "in_chans")
 _UNFLATTENED = ("paddleocr_vl",)
-"""Types that take patches with their channels, rows and columns, and not as rows of entries."""
+"""Model types that read patches with channels, rows and columns instead of flattened patches."""
 _FEATURES: Mapping[str, Callable[[Any], tuple[str, tuple[int, ...]]]] = {
     "moonshine": lambda _config: ("input_values", (_SOUND,)),
     "speech_to_text": lambda config: ("input_features", (config.max_source_positions, config.input_feat_per_channel)),
     "whisper": lambda config: ("input_features", (config.num_mel_bins, 2 * config.max_source_positions)),
 }
-"""Name and shape of sound by model type, such as mel bins by frames, two of which make one place."""
+"""Name and shape of the audio features of each model type, such as mel bins × frames (two frames make one place)."""
 
 
 def features_of(model: PreTrainedModel, task: Task) -> SplitFeatures:
-    """Return the non-text features that a model's first layer reads. Raises `InvalidModelError` if they are unknown."""
+    """Return the features that a model's first layer reads; raises `InvalidModelError` if they are unknown."""
     config = model.config
     if task is Task.IMAGE_TEXT:
         return _image_and_places(model)
@@ -137,7 +137,7 @@ def features_of(model: PreTrainedModel, task: Task) -> SplitFeatures:
 
 
 def _image_and_places(model: PreTrainedModel) -> SplitFeatures:
-    """One image of the size that the config says, and the places that the model makes of it among the tokens."""
+    """Return the features of one image of the configured size, and its number of places among the tokens."""
     config = model.config
     vision = getattr(config, "vision_config", None)
     if "image_grid_thw" in inspect.signature(type(model).forward).parameters:
@@ -158,12 +158,12 @@ def _image_and_places(model: PreTrainedModel) -> SplitFeatures:
 
 
 def _sides(size: Any) -> tuple[int, ...]:
-    """Height and width of an image, as a config says it; empty where it does not."""
+    """Height and width of an image from a config value; empty if the config has none."""
     return (size, size) if isinstance(size, int) else tuple(size or ())
 
 
 def _patches(config: Any, vision: Any) -> SplitFeatures:
-    """The patches of one image, each a row of all its entries, of which the model merges squares to places of text."""
+    """Return the features of one image as patches; the model merges squares of patches into places of the text."""
     patch, merge = vision.patch_size, getattr(vision, "spatial_merge_size", 1)
     channels = next((getattr(vision, key) for key in _CHANNELS if hasattr(vision, key)), 3)
     sides = _sides(getattr(vision, "image_size", None))
@@ -198,18 +198,18 @@ def _unknown(config: PreTrainedConfig, of: str) -> InvalidModelError:
 
 
 NO_MASK = "flash_attention_2"
-"""Attention implementation that reads no mask of plain sequences, used so that no unread mask is made."""
+"""Attention implementation that reads no mask for plain sequences, so that no unused mask is built."""
 
 
 @contextmanager
 def one_sequence_each() -> Iterator[None]:
-    """Keep a transformers forward pass from reading values of samples whose outcome is known.
+    """Run Transformers forward passes that read no values of samples, because the answers are known.
 
-    The pass does not search samples for packed sequences, because each sample is one sequence, nor for padding, because
-    there is none, and does not draw whether to skip a block, because all blocks of a plan run. Several threads may be
-    within at the same time.
+    The passes do not search for packed sequences because each sample is one sequence, nor for padding because there is
+    none. They do not draw whether to skip a block because all blocks of a plan run. Several threads may use this
+    context at the same time.
     """
-    global _num_within  # noqa: PLW0603  what is replaced is global, too
+    global _num_within  # noqa: PLW0603  the replaced functions are global, too
     with _within_lock:
         if not _num_within:
             for each in _REPLACED:
@@ -230,18 +230,18 @@ def _draw(*size: Any, **options: Any) -> Any:
 
 
 def _nothing(*_places: Any, **_names: Any) -> None:
-    """Do nothing, instead of functions without effect on unpadded samples; a mock would keep its arguments alive."""
+    """Do nothing: replaces functions without effect on unpadded samples; a mock would keep its arguments."""
 
 
 def _is_plain_causal(
     padding: Tensor | None, queries: int, keys: int, first_query: int, first_key: int, window: int | None = None
 ) -> bool:
-    """Return whether attention needs no mask: as in transformers, and if a window is as long as the sequence."""
+    """Return whether attention needs no mask: as in transformers, and also if a window is as long as the sequence."""
     return _needs_no_mask(padding, queries, keys, first_query, first_key, None if window is None else window + 1)
 
 
 def _listed(tensor: FakeTensor) -> Any:
-    """Return the known values of a fake tensor as a list; fake tensors would ask for each entry separately."""
+    """Return the known values of a fake tensor as a list; `FakeTensor.tolist` reads one entry after the other."""
     return known_of(tensor).tolist() if is_known(tensor) else _to_list(tensor)
 
 
@@ -258,26 +258,26 @@ _REPLACED = (
     mock.patch.object(FakeTensor, "tolist", _listed),
 )
 Read = tuple[int, int, int] | SplitFeatures | None
-"""Inputs of the first layer: images of this shape, features, or token ids (None)."""
+"""Input of the first layer: an image shape, features, or None for token ids."""
 
 
 def read_by(split: ModelSplit) -> Read:
-    """Return the inputs that a model's first layer reads."""
+    """Return the input of a model's first layer."""
     return split.features or split.image
 
 
 def ids_beside(task: Task) -> str:
-    """Return the model's name for the token ids that its first layer does not read; empty if there are none."""
+    """Return the argument name of the token ids that the first layer does not read; empty if there are none."""
     return "decoder_input_ids" if task.has_decoder else "input_ids" if task.has_two_lists else ""
 
 
 def first_tokens(read: Read) -> tuple[int | None, int]:
-    """Return the token of an image's places, which begin a sample, and their number; (None, 0) without features."""
+    """Return the image token that begins a sample, None without one, and the number of its places."""
     return (read.token, read.places) if isinstance(read, SplitFeatures) else (None, 0)
 
 
 def given_samples(read: Read, samples: Tensor | None) -> dict[str, Tensor]:
-    """Return the inputs of the model's first layer by argument name: token ids, images, or features [B, ...]."""
+    """Return the first layer's input by argument name: token ids, images, or features [B, ...]."""
     if samples is None:
         return {}
     if isinstance(read, SplitFeatures):
@@ -286,7 +286,7 @@ def given_samples(read: Read, samples: Tensor | None) -> dict[str, Tensor]:
 
 
 def beside_features(model: nn.Module, read: Read, ids: Tensor | None) -> dict[str, Tensor]:
-    """Return the arguments that go with patches: the grid of each image, and the mask of its places in ids [B, S]."""
+    """Return the arguments besides patches: the grid of each image, and which token ids [B, S] are its places."""
     if not isinstance(read, SplitFeatures) or read.grid is None:
         return {}
     assert ids is not None
@@ -298,7 +298,7 @@ def beside_features(model: nn.Module, read: Read, ids: Tensor | None) -> dict[st
 
 
 def blank(read: Read, samples: int, tokens: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Make the first layer's input of zeros: token ids [B, S], images [B, C, H, W], or features, both of ``dtype``."""
+    """Build the first layer's input of zeros: token ids [B, S], images [B, C, H, W], or features, both of ``dtype``."""
     if read:
         shape = read.shape if isinstance(read, SplitFeatures) else read
         return torch.zeros((samples, *shape), dtype=dtype, device=device)
@@ -306,7 +306,7 @@ def blank(read: Read, samples: int, tokens: int, device: torch.device, dtype: to
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the options of the model's forward pass: no cache, and logits without router logits."""
+    """Return the options of the model's forward pass: no cache, and no router logits."""
     parameters = inspect.signature(type(model).forward).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     configs = (model.config, model.config.get_text_config(decoder=True))

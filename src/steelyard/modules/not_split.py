@@ -1,4 +1,4 @@
-"""Errors for models that do not split, with the line of the model's own code if that line raised an error."""
+"""Errors for models that do not split, with the line of the model's code that failed, if one did."""
 
 import linecache
 import traceback
@@ -14,7 +14,7 @@ HINT = "docs/how-to/your-own-model.md says what a module must be like"
 
 
 def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
-    """Return the frames of the model's own code that an error passed through, with their lines."""
+    """Return the traceback frames of an error that are in the model's own code, with their line numbers."""
     return [
         (frame, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -23,7 +23,7 @@ def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
 
 
 def failed_at(error: BaseException) -> str:
-    """Return the line of the model's own code that raised an error, after a blank; empty if unknown."""
+    """Describe the line of the model's code that raised an error, after a space; empty if it is unknown."""
     if not (frames := frames_of(error)):
         return ""
     frame, line = frames[-1]
@@ -32,7 +32,7 @@ def failed_at(error: BaseException) -> str:
 
 
 def failed_pass(config: PreTrainedConfig, error: Exception) -> InvalidModelError:
-    """Return the error for a failed forward pass: a layer type without mask or positions, or what the pass raised."""
+    """Build the error for a failed forward pass: a layer type without mask or positions, or the error raised."""
     listed = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     if isinstance(error, KeyError) and (frames := frames_of(error)) and error.args[0] in listed:
         mappings = [each for each in frames[-1][0].f_locals.values() if isinstance(each, Mapping)]
@@ -48,7 +48,7 @@ def failed_pass(config: PreTrainedConfig, error: Exception) -> InvalidModelError
 
 
 def not_split(config: PreTrainedConfig, found: str) -> InvalidModelError:
-    """Return the error for a model whose split is prevented by ``found``."""
+    """Build the error for a Transformers model that cannot be split because of ``found``."""
     return InvalidModelError(
         field="model_type",
         found=f"{config.model_type}: {found}",
@@ -59,5 +59,5 @@ def not_split(config: PreTrainedConfig, found: str) -> InvalidModelError:
 
 
 def refused(place: str, found: str, expected: str = "a chain of blocks", hint: str = HINT) -> InvalidModelError:
-    """Return the error for a module that does not split: its path, and what was found there."""
+    """Build the error for a module that cannot be split: the path of a module, and what was found there."""
     return InvalidModelError(field=place or "forward", found=found, expected=expected, hint=hint)

@@ -1,9 +1,9 @@
-"""The layers of a user's own module: embedding and head are the module's own forward pass, with its blocks left out.
+"""Layers of a user's own module: the embedding and head run the module's own forward pass without its blocks.
 
-The module's forward pass is run in three ways. The embedding's pass ends when all its output activations have been
-seen. The head's pass runs the part before the blocks with parameters without values, and the part after the last block
-with real ones. The other inputs of blocks (masks, positions, rotary embeddings) come from a pass in which no parameter
-has values (`steelyard.modules.stubbed_model`).
+The forward pass runs in three ways. The embedding's pass ends when all its outgoing activations are known. The head's
+pass runs the part before the blocks with parameters without values, and the part after the last block with real ones.
+The other arguments of blocks (masks, positions, rotary embeddings) come from a pass in which no parameter has values
+(`steelyard.modules.stubbed_model`).
 """
 
 import copy
@@ -30,9 +30,9 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class OwnModel:
-    """User's own module with its loss and its split; layers are built on request.
+    """A user's own module with its loss and its split; its layers are built on demand.
 
-    ``sample`` is the data read for some samples, if known.
+    ``sample`` is the data of some samples, if known.
     """
 
     def __init__(self, module: nn.Module, split: OwnSplit, loss: Loss | None, sample: Any = None) -> None:
@@ -42,11 +42,11 @@ class OwnModel:
 
     @property
     def chain(self) -> ModelChain:
-        """Chain of layers of the module."""
+        """Chain of layers."""
         return planned_model(type(self.module).__name__, None, self.split)
 
     def layer(self, number: int) -> dict[str, nn.Module]:
-        """Return the modules of a layer of the chain. Every layer except the first has a copy of a shared parameter."""
+        """Return the modules of a layer of the chain; every layer but the first that shares a parameter has a copy."""
         own = self.split
         if 0 < number <= own.num_blocks:
             return {"block": self.module.get_submodule(own.blocks[number - 1])}
@@ -61,7 +61,7 @@ class OwnModel:
         return {"model": self._ends[number]}
 
     def materialize(self, number: int, device: torch.device) -> None:
-        """Move a layer to a device; parameters on the meta device get memory there, but no values."""
+        """Move a layer to a device; parameters on the meta device get uninitialised memory there."""
         for module in self.layer(number).values():
             move_module(module, device)
 
@@ -73,22 +73,22 @@ class OwnModel:
         return _Embedding(self.split) if role is LayerRole.EMBEDDING else _Head(self.split, self.loss)
 
     def arguments(self, device: torch.device) -> "Arguments":
-        """Return the source of the arguments of blocks on a device."""
+        """Return the source of the arguments of blocks on a device, except the activations."""
         return Arguments(self.module, self.split, device)
 
     def without_values(self) -> "OwnModel":
-        """Return this model with its module on the meta device."""
+        """Return this model with a copy of the module on the meta device."""
         return OwnModel(meta_copy(self.module), self.split, self.loss, self.sample)
 
     def blank_samples(self, count: int) -> Any:
-        """Return the data of ``count`` samples, all zeros."""
+        """Return the data of ``count`` samples, filled with zeros."""
         return pytree.tree_map_only(
             Tensor, lambda each: torch.zeros((count, *each.shape[1:]), dtype=each.dtype, device="cpu"), self.sample
         )
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """Copy a module to the meta device without copying values."""
+    """Return a copy of a module on the meta device, without copying values."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         blank = torch.empty_like(parameter, device=META)
@@ -98,7 +98,7 @@ def meta_copy(module: nn.Module) -> nn.Module:
 
 
 class OwnBatch:
-    """Samples of one microbatch that a rank holds in some of its layers, as read."""
+    """Samples of one microbatch that a rank holds for some of its layers, as read from the data."""
 
     def __init__(
         self, read: Any, own: OwnSplit, arguments: "Arguments | None", *, dtype: torch.dtype, device: torch.device
@@ -111,7 +111,7 @@ class OwnBatch:
 
     @cached_property
     def inputs(self) -> Any:
-        """Inputs of the module; fp32 tensors in the compute dtype, all others unchanged."""
+        """Inputs of the module, with float32 tensors in the compute dtype; other dtypes are kept."""
         given = self._read[0] if self._has_targets else self._read
         return pytree.tree_map_only(
             Tensor, lambda each: each.to(self._device, self.dtype if each.dtype == torch.float32 else each.dtype), given
@@ -124,7 +124,7 @@ class OwnBatch:
         return pytree.tree_map_only(Tensor, lambda each: each.to(self._device), given)
 
     def arguments(self, block: int) -> BlockArguments:
-        """Return the arguments of a block, in which the caller replaces the activations."""
+        """Return the arguments of a block; the caller replaces the activations among them."""
         if self._found is None:
             assert self._arguments is not None, "asked for by a block"
             self._found = self._arguments(self.inputs, self.num_samples, self.dtype)
@@ -132,14 +132,14 @@ class OwnBatch:
 
 
 def parts_of(value: Any, count: int) -> Iterator[Any]:
-    """Split the data that was read into ``count`` equal parts of the samples."""
+    """Yield ``count`` parts of the data, each with the same number of samples."""
     total = next(each.shape[0] for each in pytree.tree_leaves(value) if isinstance(each, Tensor))
     for first in range(0, total, total // count):
         yield pytree.tree_map_only(Tensor, lambda each, first=first: each[first : first + total // count], value)
 
 
 class Arguments:
-    """Source of the arguments of blocks, by block number, for the inputs of some samples."""
+    """Source of the arguments of each block, by its number, for the inputs of some samples."""
 
     def __init__(self, module: nn.Module, own: OwnSplit, device: torch.device) -> None:
         self._own, self._device = own, device
@@ -152,7 +152,7 @@ class Arguments:
 
     @torch.no_grad()
     def __call__(self, inputs: Any, num_samples: int, dtype: torch.dtype) -> Mapping[int, BlockArguments]:
-        """Return the arguments of every block, cached if they do not depend on the samples."""
+        """Return the arguments of each block; they are cached if no block reads the samples."""
         if num_samples in self._kept:
             return self._kept[num_samples]
         found = self.seen(inputs, num_samples, dtype)
@@ -163,7 +163,7 @@ class Arguments:
         return found
 
     def seen(self, inputs: Any, num_samples: int, dtype: torch.dtype = torch.float32) -> dict[int, BlockArguments]:
-        """Return the arguments of every block, with or without values."""
+        """Return the arguments of each block, with or without values."""
         found: dict[int, BlockArguments] = {}
 
         def at(block: int, given: BlockArguments) -> None:
@@ -189,7 +189,7 @@ class Arguments:
 
 
 class _Embedding:
-    """Forward pass from samples to the embedding's output activations."""
+    """Embedding: from samples to its outgoing activations."""
 
     def __init__(self, own: OwnSplit) -> None:
         self._own = own
@@ -215,7 +215,7 @@ class _Embedding:
 
 
 class _Block:
-    """Forward pass through one block, called as the module calls it."""
+    """One block, called as the module calls it, from incoming to outgoing activations."""
 
     def __init__(self, number: int, layer_type: OwnLayerType) -> None:
         self._number, self._layer_type = number, layer_type
@@ -234,7 +234,7 @@ class _Block:
 
 
 class _Head:
-    """Forward pass from the last block's output to this rank's share of the loss."""
+    """Head: from the activations after the last block to this rank's share of the loss."""
 
     def __init__(self, own: OwnSplit, loss: Loss | None) -> None:
         self._own, self._loss = own, loss
@@ -244,7 +244,7 @@ class _Head:
         batch, last = context.batch[self._own.num_blocks + 1], self._own.num_blocks - 1
         swapped: dict[int, Tensor] = {}
         kept: list[Any] = []
-        """Swapped tensors, kept alive so that no other tensor gets their identity."""
+        """Swapped tensors, kept alive so that no other tensor gets their id."""
 
         def at(block: int, arguments: BlockArguments) -> None:
             leaves = pytree.tree_leaves(arguments)
@@ -286,7 +286,7 @@ class _Head:
 
 
 def loss_of(outputs: Any, targets: Any, loss: Loss | None) -> Tensor:
-    """Return the mean loss of some samples. Raises `InvalidModelError` if there is none or more than one."""
+    """Return the mean loss of some samples; raises `InvalidModelError` if there is no loss or more than one."""
     if loss is not None:
         narrow = torch.bfloat16, torch.float16
         in_fp32 = pytree.tree_map_only(Tensor, lambda each: each.float() if each.dtype in narrow else each, outputs)
@@ -314,7 +314,7 @@ def loss_of(outputs: Any, targets: Any, loss: Loss | None) -> Tensor:
 
 
 def returned_tensors(outputs: Any) -> list[Tensor]:
-    """Return the tensors among a block's outputs: a single one, or those of a tuple."""
+    """Return the tensors in a block's result: a single tensor, or those of a tuple or list."""
     return [each for each in (outputs if isinstance(outputs, tuple | list) else (outputs,)) if isinstance(each, Tensor)]
 
 
@@ -324,7 +324,7 @@ def _flow(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | tupl
 
 
 def tensors_of_batch(batch: OwnBatch, blocks: Sequence[int]) -> Iterator[Tensor]:
-    """Yield the samples of a batch and the arguments of blocks."""
+    """Yield the tensors of a batch's samples and of the arguments of blocks."""
     given = [batch.arguments(block) for block in blocks]
     for leaf in pytree.tree_leaves((batch.inputs, batch.targets, given)):
         if isinstance(leaf, Tensor):

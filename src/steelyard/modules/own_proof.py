@@ -1,14 +1,15 @@
-"""A user's own module, built and proved: how it splits, and how its blocks divide under tensor parallelism, in numbers.
+"""Build a user's own module and prove its split and the tensor parallelism of its blocks numerically.
 
-It is given to `find_plan`, or built by a function that the user names on the command line: ``FILE.py:FUNCTION``, called
-without arguments, returns ``(module, sample)``, where the module returns its loss, or ``(module, sample, loss)``;
-``sample`` and ``loss`` are as for `steelyard.find_plan`. The file is run: only one that stands on the command line is,
-and never one that a plan file names. What is given for a plan is checked against what was planned.
+The module is passed to `find_plan` or built by a function that the user names on the command line as
+``FILE.py:FUNCTION``. The function takes no arguments and returns ``(module, sample)``, if the module returns its loss,
+or ``(module, sample, loss)``; ``sample`` and ``loss`` are as for `steelyard.find_plan`. The file is run, so only a file
+named on the command line is used, never one that a plan file names. A module given with a plan is checked against the
+planned module.
 
-The layers of the chain, run one after another on the sample, must give the loss and all gradients of the module as it
-is, in fp32, with random weights and without dropout; and the loss must be the mean over samples. Then tensor
-parallelism is supposed of each block type (`steelyard.modules.split_tp`) and counts only if two ranks, which are
-threads, give what one gives: all that flows out, and the gradients of what flows in and of every parameter.
+The layers of the chain, run one after another on the sample, must give the loss and all gradients of the original
+module, in fp32, with random weights and without dropout; and the loss must be the mean over samples. Tensor parallelism
+is then tried for each block type (`steelyard.modules.split_tp`). It is accepted only if two ranks, run as threads, give
+the results of one: all outgoing activations, and the gradients of incoming activations and of every parameter.
 """
 
 import copy
@@ -58,20 +59,20 @@ from steelyard.plan.strategy import Remat
 _logger = logging.getLogger(__name__)
 
 OWN_VERSION = 5
-"""Version of splits and proofs. Bump when modules are split or proved differently."""
+"""Version of splitting and proving; bump when either changes."""
 MOST_PARAMS = 2**28
-"""Maximum number of parameters of a module (for tensor parallelism, of a block) that is proved numerically."""
+"""Maximum number of parameters of a module, or of a block for tensor parallelism, that is proved numerically."""
 TOLERANCE = 1e-4
 """Maximum difference of a loss or gradient, relative to the largest entry of its tensor."""
 TP_TOLERANCE = 1e-3
-"""Maximum relative difference between two ranks and one, where rounding shows in gradients near zero (a key's bias)."""
+"""Maximum relative difference between two ranks and one; rounding affects gradients near zero (of a key's bias)."""
 _CPU = torch.device("cpu")
 
 
 def proved(found: FoundSplit) -> OwnModel:
-    """Return the module with its proved split and the styles of its blocks; proved once and cached with the traces.
+    """Prove the split of a module and find the styles of its blocks; the result is cached next to the traces.
 
-    Raises `InvalidModelError` if the layers do not compute the module's results.
+    Raises `InvalidModelError` if the layers give other results than the module.
     """
     model = found.model
     key = {"own": model.split.model_dump_json(), "version": OWN_VERSION, "torch": torch.__version__}
@@ -94,7 +95,7 @@ def proved(found: FoundSplit) -> OwnModel:
 
 
 def _with_values(model: OwnModel) -> OwnModel:
-    """A copy on the CPU with random weights in fp32, the same every time, and no dropout, and a sample with values."""
+    """Return a CPU copy with fixed random fp32 weights, without dropout, and with a sample that has values."""
     module, generator = model.module, torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
@@ -146,7 +147,7 @@ def _check_pieces(model: OwnModel) -> None:
 
 
 def _run_layers(model: OwnModel, layers: Sequence[ChainLayer], dtype: torch.dtype) -> Tensor:
-    """The loss of the sample, by one layer after another."""
+    """Return the loss of the sample, computed layer by layer."""
     batch = OwnBatch(model.sample, model.split, model.arguments(_CPU), dtype=dtype, device=_CPU)
     flow: Any = torch.zeros(batch.num_samples)
     for number, layer in enumerate(layers):
@@ -155,7 +156,7 @@ def _run_layers(model: OwnModel, layers: Sequence[ChainLayer], dtype: torch.dtyp
 
 
 def _bf16_fault(model: OwnModel) -> str:
-    """Return why the layers cannot compute on bf16 parameters, as under FSDP's mixed precision; empty if they can."""
+    """Return why the layers fail with bf16 parameters, as under FSDP's mixed precision; empty if they do not."""
     if model.split.num_params > MOST_PARAMS:
         return ""
     filled = _with_values(model)
@@ -171,7 +172,7 @@ def _bf16_fault(model: OwnModel) -> str:
 
 
 def _whole_results(model: OwnModel) -> dict[str, Tensor]:
-    """The loss and the gradients of the module as it is; raises where the loss is no mean over samples."""
+    """Return the loss and gradients of the module; raises `InvalidModelError` if the loss is no mean over samples."""
     try:
         loss = _loss(model, model.sample)
         loss.backward()
@@ -211,7 +212,7 @@ def _context(number: int, batch: OwnBatch) -> LayerContext:
 
 
 def _divided(found: FoundSplit, number: int) -> OwnLayerType:
-    """A block type with its proved styles, or the reason why there are none."""
+    """Return a block type with its proved styles, or with the reasons why there are none."""
     model, layer_type = found.model, found.model.split.kinds[number]
     layer = model.split.layers.index(number)
     path = model.split.blocks[layer - 1]
@@ -230,7 +231,7 @@ def _divided(found: FoundSplit, number: int) -> OwnLayerType:
 
 
 def _sizes(block: nn.Module, styles: Styles) -> Iterator[tuple[str, int]]:
-    """The sizes that a degree must divide, with their names for messages."""
+    """Yield the sizes that a tensor-parallel degree must divide, with their names for messages."""
     for path, style in styles.items():
         word, *arguments = style.split(":")
         place = {"enter": 1, "region": 1, "whole": 0}.get(word, len(arguments))
@@ -241,7 +242,7 @@ def _sizes(block: nn.Module, styles: Styles) -> Iterator[tuple[str, int]]:
 
 
 class _BlockProof:
-    """One block type with values: what one rank gives, to be compared with what two give."""
+    """Block type with values, and the results of one rank to compare with those of two ranks."""
 
     def __init__(self, model: OwnModel, number: int, layer: int) -> None:
         self._model, self._number, self._layer = model, number, layer
@@ -257,7 +258,7 @@ class _BlockProof:
         self._expected = self._results(build_layer(model, self._chain({}), layer, Remat.NONE))
 
     def __call__(self, mesh: DeviceMesh, styles: Styles) -> str:
-        """Return why two ranks of this mesh give different results under these styles; empty if they do not."""
+        """Return how the results of two ranks of this mesh differ under these styles; empty if they do not."""
         chain = self._chain(styles)
         layer = copy.deepcopy(build_layer(self._model, chain, self._layer, Remat.NONE))
         apply_tensor_parallel(layer, chain, mesh, sp=False)
@@ -284,7 +285,7 @@ _WITH_LOSS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A module with what is read for some samples, its loss, and where its blocks are: as for `find_plan`."""
+    """A module with the data of some samples, its loss and the paths of its blocks, as for `find_plan`."""
 
     module: nn.Module
     sample: Any
@@ -293,7 +294,7 @@ class Built:
 
 
 def own_model(built: Built) -> OwnModel:
-    """Return a module with its proved split. Raises `InvalidModelError` naming the obstacle if there is none."""
+    """Return a module with its proved split; raises `InvalidModelError` that names the obstacle."""
     refuse_compiled(built.module)
     if built.sample is None:
         raise InvalidModelError(
@@ -313,7 +314,7 @@ def own_model(built: Built) -> OwnModel:
 
 
 def build(builder: str) -> Built:
-    """Run a file and return the result of its function, named by ``FILE.py:FUNCTION``. Raises `InvalidModelError`."""
+    """Run a file and return the result of its builder, ``FILE.py:FUNCTION``; raises `InvalidModelError` on failure."""
     named = BUILDER.fullmatch(builder)
     if named is None:
         raise _wrong(repr(builder), "FILE.py:FUNCTION", "name a function, as in mymodel.py:build_model")
@@ -333,7 +334,7 @@ def build(builder: str) -> Built:
 
 
 def build_planned(builder: str, plan: Plan) -> OwnModel:
-    """Build the module of a builder for a plan. Raises `InvalidModelError` if the plan is for a different module."""
+    """Build the module of a plan; raises `InvalidModelError` if it is a different module."""
     split = plan.chain().split
     if not isinstance(split, OwnSplit):
         raise _wrong(builder, f"none: {plan.model.name} is a model of transformers", "leave --builder out")
@@ -341,13 +342,13 @@ def build_planned(builder: str, plan: Plan) -> OwnModel:
 
 
 def build_split(builder: str, split: OwnSplit) -> OwnModel:
-    """Build the module of a builder with a known split. Raises `InvalidModelError` if the module is a different one."""
+    """Build a module with a known split; raises `InvalidModelError` if it is a different module."""
     built = build(builder)
     return planned_module(built.module, split, built.loss, built.sample)
 
 
 def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None, sample: Any = None) -> OwnModel:
-    """Return the module of a plan, ready for division. Raises `InvalidModelError` if it is a different one."""
+    """Check the module of a plan and add its split; raises `InvalidModelError` if it differs or lacks values."""
     if (loss is not None) != own.has_loss:
         raise InvalidModelError(
             field="loss",
@@ -370,7 +371,7 @@ def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None, sample: 
 
 
 def check_read(value: Any, own: OwnSplit, num_samples: int) -> None:
-    """Raise `InvalidDataError` unless the data read match the planned inputs, for ``num_samples`` samples."""
+    """Raise `InvalidDataError` unless the data has the planned tensors, for ``num_samples`` samples."""
     leaves = pytree.tree_leaves_with_path(value)
     found = {name_of_leaf(path): each for path, each in leaves if isinstance(each, Tensor)}
     wanted = {each.path: each for each in own.inputs}
@@ -413,7 +414,7 @@ def _checked(found: Any, name: str) -> Built:
 
 
 def _run(path: Path) -> ModuleType:
-    """The module of a file, run under its own name; files beside it can be imported."""
+    """Run a file as a module named after it and return it; the file can import files of its folder."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "a file that ends in .py has a loader"
     assert spec.loader is not None, "as well"

@@ -1,7 +1,7 @@
-"""One forward pass of a user's own module without values, and what it shows: calls, operations, parameters.
+"""Recording of one forward pass of a user's own module without values: calls, operations, parameters.
 
-Every tensor is remembered with what made it, so that what a block is given can be told apart: made before the first
-block, by another block, or between two. What stands in the way of a split is an error as soon as it is seen.
+Every tensor is recorded with its origin, which distinguishes block arguments made before the first block, by another
+block, or between two blocks. A pattern that prevents a split raises an error as soon as it is found.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,13 +23,12 @@ from steelyard.modules.recording import keyword_of
 from steelyard.modules.stubbed_model import call_arguments
 
 Origin = tuple[str, int, int]
-"""Origin of an activation: ``given`` and the first block that reads it, or ``made`` and the block that makes it; and
-its place."""
+"""Origin of an activation: ``given`` and the first block that reads it, or ``made`` and its block; then its place."""
 
 
 @dataclass(slots=True)
 class Made:
-    """Recorded tensor and its source: the number of blocks that had ended, and what made it."""
+    """A recorded tensor and its origin: the number of blocks that had ended, and the operation that made it."""
 
     tensor: Tensor
     after: int
@@ -50,13 +49,13 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """Record of a pass through a model and its blocks, with blocks by path and parameters by identity."""
+    """Record of a forward pass of a model; blocks are named by their paths and parameters by identity."""
 
     model: nn.Module
     blocks: Sequence[str]
     calls: list[Call]
     used: dict[int, dict[int, str]] = field(default_factory=dict)
-    """Uses of each parameter outside blocks: the place of use by the number of blocks before it."""
+    """Uses of each parameter outside blocks: number of blocks that had ended, and the first operation there."""
     head_reads: list[Origin] = field(default_factory=list)
     operations: list[str] = field(default_factory=list)
     called: list[str] = field(default_factory=list)
@@ -64,7 +63,7 @@ class Seen:
 
 
 def record(model: nn.Module, sample: Any, num_samples: int, loss: Loss | None, blocks: Sequence[str]) -> Seen:
-    """One forward pass on tensors without values."""
+    """Record one forward pass on tensors without values; raises `InvalidModelError` if it fails or does not split."""
     blank = pytree.tree_map_only(
         Tensor, lambda each: torch.empty((num_samples, *each.shape[1:]), dtype=each.dtype, device=META), sample
     )
@@ -94,7 +93,7 @@ def record(model: nn.Module, sample: Any, num_samples: int, loss: Loss | None, b
 
 
 class _Recorder(TorchFunctionMode):
-    """Sees every operation of a forward pass: what made each tensor, and what parameters it was made of."""
+    """Mode that records every operation of a forward pass: the origin of each tensor and the use of parameters."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         super().__init__()
@@ -108,12 +107,12 @@ class _Recorder(TorchFunctionMode):
 
     @property
     def place(self) -> str:
-        """The path of the module whose forward pass is under way."""
+        """Path of the module whose forward pass is running."""
         return self._stack[-1] if self._stack else ""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Hooks on all modules."""
+        """Install hooks on all modules within the context."""
         paths = {module: path for path, module in self._model.named_modules()}
         number_of = {self._model.get_submodule(path): number for number, path in enumerate(self._blocks)}
 
@@ -136,13 +135,13 @@ class _Recorder(TorchFunctionMode):
             yield
 
     def note(self, tensor: Tensor, what: str) -> Made:
-        """Remembers where a tensor came from."""
+        """Record the origin of a tensor."""
         found = Made(tensor, self._num_ended, self._block is not None, what, tensor._version)
         self._made[id(tensor)] = found
         return found
 
     def ends(self, outputs: Any) -> None:
-        """Record that the module's outputs are read after the last block."""
+        """Record that the tensors the module returns are read after the last block."""
         for leaf in pytree.tree_leaves(tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs):
             if isinstance(leaf, Tensor):
                 self._read_outside(leaf, "what is returned")

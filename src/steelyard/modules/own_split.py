@@ -1,13 +1,13 @@
-"""Finds how a user's own module splits into embedding, blocks and head, by running it without values.
+"""Split a user's own module into embedding, blocks and head by running it without values.
 
-A copy on the meta device is run on samples without values (`steelyard.modules.own_recording`). Blocks are the items of
-a list, dictionary or sequence of modules, each called once. A tensor that depends on parameters and is read by a later
-block, or after the last one, flows along the chain if it was made before the first block or by a block; made between
-two blocks it has no layer, and the module is refused. The same pass on another number of samples must show the same
-operations, and all that flows must have the samples as its first dim.
+A copy on the meta device runs on samples without values (`steelyard.modules.own_recording`). Blocks are the items of a
+list, dictionary or sequence of modules, each called once. A tensor is an activation of the chain if it depends on
+parameters, a later block or the part after the blocks reads it, and it was made before the first block or by a block.
+If it was made between two blocks, no layer makes it and the module is rejected. A second pass on another number of
+samples must show the same operations, and all activations must have the samples as their first dim.
 
-What is refused is one error that names the place: the path of a module, and the operation. Digests of its structure
-identify a module, so that a plan knows the one that it is for.
+A rejected module raises one error that names the place: the path of a module, and the operation. Digests of its
+structure identify a module, so that a plan can recognise its module.
 """
 
 import hashlib
@@ -33,18 +33,18 @@ from steelyard.modules.split_layer_types import signature
 
 
 def fingerprint_of_rest(module: nn.Module, blocks: Sequence[str]) -> str:
-    """A digest of the structure of what is not in blocks."""
+    """Return a digest of the module's structure outside its blocks."""
     parts = (part for part in _structure(module) if not is_below_any(str(part[0]), blocks))
     return digest_of(type(module).__qualname__, *parts)
 
 
 def fingerprint_of_block(block: nn.Module, place: int) -> str:
-    """A digest of the structure of a block; where it stands plays no part."""
+    """Return a digest of the structure of a block, independent of its position."""
     return digest_of(*_without_place(_structure(block), place))
 
 
 def check_same_module(module: nn.Module, own: OwnSplit) -> None:
-    """Raise `InvalidModelError` at the first place where a module differs from the planned one."""
+    """Raise `InvalidModelError` at the first difference between a module and the planned one."""
     refuse_compiled(module)
     found = {path for path, _ in module.named_modules()}
     count = sum(parameter.numel() for parameter in module.parameters())
@@ -63,7 +63,7 @@ def check_same_module(module: nn.Module, own: OwnSplit) -> None:
 
 
 def refuse_compiled(module: nn.Module) -> None:
-    """Raise `InvalidModelError` for a result of `torch.compile`, and for a module that contains one."""
+    """Raise `InvalidModelError` if a module is, or contains, a result of `torch.compile`."""
     for path, each in module.named_modules():
         outer, _, name = path.rpartition(".")
         if name == "_orig_mod":
@@ -85,15 +85,15 @@ def _other_module(found: str, expected: str) -> InvalidModelError:
 
 
 def _structure(module: nn.Module) -> Iterator[tuple[Hashable, ...]]:
-    """A signature without the files that classes are from: one that is run is called otherwise than one imported."""
+    """Yield a signature without the files of classes, because a script names its classes differently than an import."""
     path: Hashable = None
     for part in signature(module):
-        yield (part[0], part[2]) if part[0] != path else part  # what comes first of a module is its class
+        yield (part[0], part[2]) if part[0] != path else part  # the first entry of a module is its class
         path = part[0]
 
 
 def _without_place(parts: Iterable[tuple[Hashable, ...]], place: int) -> Iterator[Hashable]:
-    """A signature without what says where a block stands, or how it was filled."""
+    """Yield a signature without the entries that give a block's position or initialisation."""
     for part in parts:
         is_setting = len(part) == 3 and isinstance(part[1], str) and not isinstance(part[2], str)
         words = str(part[1]).split("_") if is_setting else []
@@ -103,7 +103,7 @@ def _without_place(parts: Iterable[tuple[Hashable, ...]], place: int) -> Iterato
 
 
 def digest_of(*parts: Hashable) -> str:
-    """A short digest of values that print alike where they are equal."""
+    """Return a short digest of values; equal values must have equal representations."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
@@ -112,7 +112,7 @@ _BEFORE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundSplit:
-    """A split, and how the modules in blocks are called: the order, and the names by which they get a tensor."""
+    """A split, and the keyword by which each called module receives its tensor, in the order of calls."""
 
     model: OwnModel
     keywords: Mapping[str, str | None]
@@ -121,9 +121,9 @@ class FoundSplit:
 def find_own_split(
     module: nn.Module, sample: Any, *, loss: Loss | None, blocks: str | Sequence[str] | None
 ) -> FoundSplit:
-    """Return the split of a module. Raises `InvalidModelError` naming the obstacle if there is none.
+    """Return the split of a module; raises `InvalidModelError` that names the obstacle if there is none.
 
-    ``sample`` is the data of two or more samples: the inputs, or with ``loss`` a pair of inputs and targets.
+    ``sample`` is the data of two samples or more: the inputs or, with ``loss``, a pair of inputs and targets.
     """
     if isinstance(blocks, str):
         blocks = (blocks,)
@@ -155,7 +155,7 @@ def find_own_split(
 
 
 def check_sample(sample: Any, *, has_loss: bool) -> int:
-    """The number of samples in what is read; raises `InvalidModelError` for what cannot be read so."""
+    """Return the number of samples in ``sample``; raises `InvalidModelError` if it has another form."""
     if has_loss and not (isinstance(sample, tuple | list) and len(sample) == 2):
         raise _bad_sample(f"a {type(sample).__name__} with loss=", "a pair: the inputs, and the targets for loss=")
     inputs = sample[0] if has_loss else sample
@@ -176,7 +176,7 @@ def _bad_sample(found: str, expected: str) -> InvalidModelError:
 
 
 def _check_module(module: nn.Module) -> None:
-    """Raise `InvalidModelError` for a module that no split can divide."""
+    """Raise `InvalidModelError` if a module has a property that no split supports."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise refused("model", f"{type(module).__qualname__} without a parameter to train", "a module to train")
     for path, each in module.named_modules():
@@ -206,7 +206,7 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _blocks_of(seen: Seen, named: Sequence[str] | None) -> tuple[str, ...]:
-    """The paths of the blocks in the order of calls."""
+    """Return the paths of the blocks in the order of calls."""
     model = seen.model
     lists = {path: each for path, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.ModuleDict)}
     lists |= {path: each for path, each in model.named_modules() if isinstance(each, nn.Sequential)}
@@ -247,7 +247,7 @@ def _blocks_of(seen: Seen, named: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _alike(model: nn.Module, items: Sequence[str]) -> list[str]:
-    """The items from the first to the last that is built like another one; all of them where none is."""
+    """Return the items from the first to the last that has the structure of another one; all items if none has."""
     modules = [model.get_submodule(item) for item in items]
     digests = [
         fingerprint_of_block(module, place) if any(True for _ in module.parameters()) else ""
@@ -297,7 +297,7 @@ def _split_of(seen: Seen, other: Seen, sample: Any, *, has_loss: bool) -> OwnSpl
 
 
 def _flows(seen: Seen) -> list[list[Origin]]:
-    """Return the output activations of the embedding and of each block: all that exist by then and are read later."""
+    """Return the activations after the embedding and after each block: those that exist by then and are read later."""
     blocks = seen.blocks
     last = dict.fromkeys(seen.head_reads, len(blocks))
     for block, call in enumerate(seen.calls):
@@ -316,7 +316,7 @@ def _flows(seen: Seen) -> list[list[Origin]]:
 
 
 def _shape(seen: Seen, other: Seen, origin: Origin) -> tuple[int, ...]:
-    """The shape for one sample of what flows."""
+    """Return the shape of an activation for one sample."""
     how, number, place = origin
     block, calls = seen.blocks[number], (seen.calls[number], other.calls[number])
     first, second = (
@@ -339,7 +339,7 @@ def _shape(seen: Seen, other: Seen, origin: Origin) -> tuple[int, ...]:
 def _layer_type(
     seen: Seen, flows: Sequence[Sequence[Origin]], shapes: Mapping[Origin, tuple[int, ...]], block: int
 ) -> OwnLayerType:
-    """Return the type of a block without its name; equal for interchangeable blocks."""
+    """Return the layer type of a block, provisionally named by a digest of its arguments; equal for one type."""
     before, after, call = flows[block], flows[block + 1], seen.calls[block]
     several = isinstance(call.outputs, tuple | list)
     others = [
@@ -364,7 +364,7 @@ def _layer_type(
 
 
 def _ends(seen: Seen) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The paths of the parameters that are used before the first block, and of those used after the last."""
+    """Return the paths of the parameters used before the first block, and of those used after the last one."""
     ends: tuple[list[str], list[str]] = ([], [])
     blocks = seen.blocks
     for path, parameter in seen.model.named_parameters(remove_duplicate=False):
@@ -387,7 +387,7 @@ def _ends(seen: Seen) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _shared(seen: Seen, embedding: Sequence[str], head: Sequence[str]) -> Iterator[tuple[tuple[int, str], ...]]:
-    """The parameters that layers share: those of embedding and head; blocks must have their own."""
+    """Yield the parameters that embedding and head share; raises `InvalidModelError` if a block shares one."""
     where: dict[nn.Parameter, list[tuple[int, str]]] = {}
     blocks = seen.blocks
     for path, parameter in seen.model.named_parameters(remove_duplicate=False):
@@ -426,13 +426,13 @@ def _inputs(sample: Any) -> Iterator[OwnInput]:
 
 
 def name_of_leaf(path: Sequence[Any]) -> str:
-    """The name of a tensor in what is read: its places and keys, as in ``0.tokens``; ``inputs`` where it is alone."""
+    """Return the name of a tensor in a sample: its indices and keys, as in ``0.tokens``, or ``inputs`` if alone."""
     keys = (getattr(each, "idx", getattr(each, "key", getattr(each, "name", each))) for each in path)
     return ".".join(str(each) for each in keys) or "inputs"
 
 
 def _with_samples_read(model: OwnModel, sample: Any) -> OwnSplit:
-    """The split with what each block type needs of the samples: nothing where its arguments have values without."""
+    """Return the split with whether each block type reads the samples, and the bytes of the blocks' other arguments."""
     own = model.split
     cpu = torch.device("cpu")
     arguments = model.arguments(cpu)
