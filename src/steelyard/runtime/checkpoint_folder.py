@@ -1,16 +1,16 @@
-"""The folder of checkpoints of a run: which are complete, the newest one, and those that may go. Imports no torch.
+"""Checkpoint folder of a run: finding complete checkpoints, committing new ones, deleting old ones. No torch import.
 
-| path                           | what                                                                           |
+| path                           | content                                                                        |
 |--------------------------------|--------------------------------------------------------------------------------|
 | ``step-00000100/``             | a complete checkpoint                                                          |
-| ``step-00000100/run.json``     | `CheckpointInfo`: the run's progress, every other file's size and checksum     |
-| ``.step-00000100.part/``       | one that is being written, or was when the run was killed                      |
-| ``.step-00000100.old/``        | one that is being deleted                                                      |
-| ``step-00000100.damaged/``     | one that a run has passed over                                                 |
-| ``.lock``                      | locked, as long as it lives, by the run that writes here                       |
+| ``step-00000100/run.json``     | `CheckpointInfo`: progress of the run, size and checksum of every other file   |
+| ``.step-00000100.part/``       | a checkpoint being written, or left by a killed run                            |
+| ``.step-00000100.old/``        | a checkpoint being deleted                                                     |
+| ``step-00000100.damaged/``     | a damaged checkpoint, moved aside                                              |
+| ``.lock``                      | lock file, held by the run that writes to this folder                          |
 
-A checkpoint gets its name last, by a rename, when every file of it is on the disk: a kill at any instant leaves the
-complete ones as they were.
+A checkpoint is renamed to its final name only when all its files are on disk, so a kill at any moment leaves complete
+checkpoints intact.
 """
 
 import errno
@@ -40,40 +40,40 @@ _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(part|old)")
 _LOCK_FILE = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""How a file system says that it has none."""
+"""Error numbers of file systems without locks."""
 _CHUNK_BYTES = 1 << 20
 Position = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class CheckpointInfo(BaseModel):
-    """What a checkpoint says of its run beside the tensors."""
+    """Metadata of a run, stored in a checkpoint with the tensors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: Literal[1] = 1
     step: Position
-    """Steps that were trained."""
+    """Number of trained steps."""
     num_samples: Position
-    """Samples that were read: the position in the data."""
+    """Number of samples read: the position in the data."""
     seed: int
-    """Of first weights and sample order."""
+    """Seed of initial weights and sample order."""
     data_samples: int
-    """Samples of one epoch, by which data is recognised."""
+    """Number of samples in one epoch, used to recognise the data."""
     options: dict[str, str] = {}
-    """`TrainOptions.of_run`; nothing in files of before there was it."""
+    """`TrainOptions.of_run`; empty in older files."""
     model_name: str
     config_hash: str
     plan_hash: str
-    """Under the same plan a run resumes bit by bit."""
+    """Hash of the plan; a run resumes bit by bit only under the same plan."""
     num_processes: int
     files: dict[str, int] = {}
-    """Size in bytes of every file beside this one."""
+    """Size in bytes of every file except this one."""
     checksums: dict[str, int] = {}
-    """CRC-32 of these files as they were written; none of those that were written before there were checksums."""
+    """CRC-32 of these files as written; empty in checkpoints from before checksums existed."""
 
 
 def plan_hash(plan: Plan) -> str:
-    """Identifies what a plan does; its predictions do not count."""
+    """Return a hash of a plan's content without its predictions."""
     content = plan.model_copy(update={"prediction": None}).model_dump_json(
         include={"model", "seq_len", "global_batch", "num_microbatches", "precision", "schedule", "stages", "levers"}
     )
@@ -81,17 +81,17 @@ def plan_hash(plan: Plan) -> str:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint after ``step`` steps lies once it is complete."""
+    """Return the path of the complete checkpoint after ``step`` steps."""
     return folder / f"step-{step:08d}"
 
 
 def part_path(folder: Path, step: int) -> Path:
-    """Where it is written."""
+    """Return the path where the checkpoint after ``step`` steps is written until it is complete."""
     return folder / f".step-{step:08d}.part"
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of a folder, oldest first; none where there is no folder."""
+    """Return the complete checkpoints of a folder, oldest first; none if the folder does not exist."""
     if not folder.is_dir():
         return []
     named = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
@@ -99,9 +99,9 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_intact(folder: Path, known: Mapping[Path, str] | None = None) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint of a folder with all its files in their size, and what is wrong with each newer one.
+    """Return the newest checkpoint whose files all have the right size, and the fault of each newer one.
 
-    ``known`` are faults that were found inside the files of checkpoints.
+    ``known`` holds faults already found inside files, by checkpoint.
     """
     faults: list[str] = []
     for path in reversed(complete_checkpoints(folder)):
@@ -115,10 +115,10 @@ def newest_intact(folder: Path, known: Mapping[Path, str] | None = None) -> tupl
 def find_checkpoint(
     resume: str, folder: Path | None, known: Mapping[Path, str] | None = None
 ) -> tuple[Path, list[str]]:
-    """The checkpoint that ``--resume`` names, and what is wrong with newer ones that ``latest`` passes over.
+    """Return the checkpoint that ``--resume`` names, and the faults of newer, damaged checkpoints that were skipped.
 
-    ``resume`` is a checkpoint, a folder of checkpoints, or ``latest`` for the newest one of ``folder``; ``known`` are
-    faults that were found inside files. Raises `InvalidCheckpointError` where there is none that is whole.
+    ``resume`` is a checkpoint, a folder of checkpoints, or ``latest`` for the newest one of ``folder``. ``known`` holds
+    faults already found inside files, by checkpoint. Raises `InvalidCheckpointError` if there is no intact checkpoint.
     """
     if resume == LATEST and folder is None:
         raise InvalidCheckpointError(
@@ -146,9 +146,9 @@ def find_checkpoint(
 def checkpoint_to_resume(
     options: TrainOptions, known: Mapping[Path, str] | None = None, *, is_restart: bool = False
 ) -> tuple[Path, list[str]] | None:
-    """The checkpoint to go on from, with what to say about it; None to start anew.
+    """Return the checkpoint to resume from and notices about it, or None to start from step 0.
 
-    A run that torchrun has started again (``is_restart``) goes on from its own newest one.
+    A run restarted by torchrun (``is_restart``) resumes from its own newest checkpoint.
     """
     resume: str | None = options.resume
     if options.no_resume and not is_restart:
@@ -163,9 +163,9 @@ def checkpoint_to_resume(
 
 
 def read_info(path: Path) -> CheckpointInfo:
-    """What the checkpoint at ``path`` says of its run.
+    """Read the metadata of the checkpoint at ``path``.
 
-    Raises `InvalidCheckpointError` if it is no checkpoint of steelyard's, or a file of it is missing or truncated.
+    Raises `InvalidCheckpointError` if it is not a steelyard checkpoint, or if a file is missing or has the wrong size.
     """
     try:
         info = CheckpointInfo.model_validate_json(read_text(path / INFO_FILE))
@@ -198,9 +198,10 @@ def _check(path: Path, known: Mapping[Path, str] | None) -> None:
 
 
 def content_fault(path: Path, *, index: int, num_shares: int) -> str | None:
-    """What is wrong with the first damaged file of a checkpoint, in the ``index``-th of shares that are alike in bytes.
+    """Return the fault of the first damaged file in the ``index``-th share of a checkpoint's files, or None.
 
-    Reads the files as a whole: as many processes as can should take a share each.
+    The shares have about equal bytes. The files are read completely, so use as many processes as possible, one per
+    share.
     """
     info = read_info(path)
     loads = [0] * num_shares
@@ -219,7 +220,7 @@ def content_fault(path: Path, *, index: int, num_shares: int) -> str | None:
 
 
 def file_checksum(path: Path) -> int:
-    """The CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     checksum, chunk = 0, memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(chunk):
@@ -228,7 +229,7 @@ def file_checksum(path: Path) -> int:
 
 
 def check_model(info: CheckpointInfo, path: Path, plan: Plan) -> None:
-    """Raises `InvalidCheckpointError` if a checkpoint is not of the model of the plan."""
+    """Raise `InvalidCheckpointError` if a checkpoint is not of the plan's model."""
     chain = plan.chain()
     if info.config_hash != chain.config_hash:
         raise InvalidCheckpointError(
@@ -242,10 +243,10 @@ def check_model(info: CheckpointInfo, path: Path, plan: Plan) -> None:
 def changes(
     info: CheckpointInfo, path: Path, options: TrainOptions, data: str | Path | Rows, data_samples: int | None = None
 ) -> dict[str, str]:
-    """Return what is changed of the run that wrote the checkpoint at ``path``: a sentence for each name.
+    """Return the options that differ from those of the run that wrote the checkpoint at ``path``: a sentence per name.
 
-    Data is told apart by its name and, where it is known, its number of samples. Raises `UserError` for changes that
-    are not allowed.
+    Data is compared by name and, if known, by number of samples. Raises `UserError` for changes that are not allowed
+    and, if ``data_samples`` is given, if all steps are already done.
     """
     if info.seed != options.seed:
         raise InvalidCheckpointError(
@@ -267,7 +268,7 @@ def changes(
             expected="the options of that run, or leave to change them",
             hint=f"to go on with the new ones add --allow-change {','.join(asked)}; to start anew, --no-resume",
         )
-    if data_samples is not None and info.step >= options.steps:  # else the checkpoint may turn out to be damaged
+    if data_samples is not None and info.step >= options.steps:  # else the checkpoint may still be found damaged
         raise UserError(
             field="--steps",
             found=f"{options.steps}, and a checkpoint after step {info.step} ({path})",
@@ -278,7 +279,7 @@ def changes(
 
 
 def damaged(found: str) -> InvalidCheckpointError:
-    """The error for a checkpoint that is not whole."""
+    """Return the error for a damaged checkpoint."""
     return InvalidCheckpointError(
         field="--resume",
         found=found,
@@ -288,10 +289,10 @@ def damaged(found: str) -> InvalidCheckpointError:
 
 
 def lock_folder(folder: Path) -> TextIO:
-    """Makes the folder, and keeps other runs from writing there until the result is closed or this process has ended.
+    """Create and lock the folder against other runs until the result is closed or this process ends.
 
-    Raises `InvalidCheckpointError` if another run writes there, or if nobody can. Where the file system has no locks,
-    nothing is locked.
+    Raises `InvalidCheckpointError` if another run holds the lock, or if the folder is not writable. A file system
+    without locks is left unlocked.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -323,12 +324,12 @@ def lock_folder(folder: Path) -> TextIO:
 def prepare_folder(
     folder: Path, *, resumed: Path | None, known: Mapping[Path, str] | None = None, sets_aside: bool = False
 ) -> None:
-    """Removes what a killed run left half written, and puts aside damaged checkpoints; one process calls it.
+    """Remove partial checkpoints of a killed run and move damaged ones aside; called by one process.
 
-    ``resumed`` is the checkpoint that the run goes on from; newer ones that are damaged, in their sizes or by a fault
-    that is ``known``, would be taken for the last ones that are kept. With ``sets_aside`` a run that begins anew moves
-    those that are there into a folder beside its own. Raises `InvalidCheckpointError` if the folder
-    cannot be written, or holds checkpoints that the run does not go on from: they would be deleted in time.
+    ``resumed`` is the checkpoint that the run resumes from. Newer checkpoints that are damaged (wrong file sizes, or a
+    fault in ``known``) are moved aside because they would count among the last ones kept. With ``sets_aside``, a new
+    run moves existing checkpoints into a subfolder. Raises `InvalidCheckpointError` if the folder is not writable, or
+    holds checkpoints that the run does not resume from, because the run would delete them later.
     """
     newer = foreign = complete_checkpoints(folder)
     if resumed is not None and resumed.resolve().parent == folder.resolve():
@@ -373,7 +374,7 @@ def _not_writable(folder: Path, error: OSError) -> InvalidCheckpointError:
 
 
 def _fault(path: Path, known: Mapping[Path, str] | None) -> str | None:
-    """What is wrong with a checkpoint; None where nothing is."""
+    """Return the fault of a checkpoint, or None."""
     try:
         _check(path, known)
     except InvalidCheckpointError as error:
@@ -382,15 +383,15 @@ def _fault(path: Path, known: Mapping[Path, str] | None) -> str | None:
 
 
 def commit(folder: Path, info: CheckpointInfo, checksums: Mapping[str, int], *, keep_last: int) -> Path:
-    """Completes the checkpoint that was written under its part name, and deletes all but the last ``keep_last``.
+    """Complete the checkpoint written under its part name, and delete all checkpoints except the last ``keep_last``.
 
-    Every file must be on the disk; ``checksums`` are those of what was written to them. Raises `OSError` where the
-    disk is full; then the others are as they were.
+    Every file must be on disk; ``checksums`` holds the CRC-32 of the bytes written to each. Raises `OSError` if the
+    disk is full; the other checkpoints are then unchanged.
     """
     part = part_path(folder, info.step)
     files = {file.name: file.stat().st_size for file in sorted(part.iterdir()) if file.name != INFO_FILE}
     with (part / INFO_FILE).open("w", encoding="utf-8") as file:
-        known = {name: checksums[name] for name in files if name in checksums}  # not of what a file system adds
+        known = {name: checksums[name] for name in files if name in checksums}  # skips files added by the file system
         content: dict[str, Any] = {"files": files, "checksums": known}
         file.write(info.model_copy(update=content).model_dump_json(indent=2) + "\n")
         file.flush()
@@ -407,7 +408,7 @@ def commit(folder: Path, info: CheckpointInfo, checksums: Mapping[str, int], *, 
 
 
 def _remove(path: Path) -> None:
-    """Deletes a checkpoint that first loses its name, so that it never looks complete with half its files."""
+    """Rename and then delete a checkpoint, so that a partly deleted one never looks complete."""
     old = path.with_name(f".{path.name}.old")
     path.rename(old)
     shutil.rmtree(old)
