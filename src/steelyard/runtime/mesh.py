@@ -42,7 +42,7 @@ class HiddenPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanMesh:
-    """The meshes of a plan as one rank sees them."""
+    """Meshes of a plan, as seen by one rank."""
 
     world: DeviceMesh
     """Mesh of all stages or, if stage sizes differ, of this rank's stage."""
