@@ -1,16 +1,16 @@
-"""Checkpoints of a run: written asynchronously by `torch.distributed.checkpoint`, read under any plan.
+"""Asynchronous checkpoints of a run, written with `torch.distributed.checkpoint` and readable under any plan.
 
-A save copies the state to CPU memory while training waits, then a thread of every rank writes its part while training
-continues; the copy and the writing need as much memory as the rank's share of parameters and optimizer states. One save
-is in progress at a time: the next waits for it. The first rank completes a checkpoint when all have written
-(`steelyard.runtime.checkpoint_folder` says how), so all ranks must see one folder.
+A save copies the state to CPU memory while training waits. A thread of every rank then writes its part while training
+continues. The copy and the writing take as much memory as the rank's share of parameters and optimizer states. Only one
+save runs at a time: the next one waits for it. The first rank completes a checkpoint when all ranks have written (see
+`steelyard.runtime.checkpoint_folder`), so all ranks must see the same folder.
 
-A checkpoint may be anyone's: no code of it runs. The description of its tensors (``.metadata``) is a pickle, which may
-name any function to be called. Here it may name what such descriptions are made of and nothing else; the tensors
-themselves `torch` reads with ``weights_only``. Objects that are no tensors, which `torch` unpickles whatever they are,
-cannot be described: steelyard writes none.
+A checkpoint may come from anyone, so none of its code runs. The description of its tensors (``.metadata``) is a pickle,
+which can name any function to call. The reader allows only the names that such descriptions need; `torch` reads the
+tensors themselves with ``weights_only``. The description may not contain objects other than tensors, because `torch`
+unpickles them without checks; steelyard writes none.
 
-Checkpoints of a `ParallelModel` in the user's own training loop, readable under any plan.
+`save_checkpoint` and `load_checkpoint` serve a `ParallelModel` in the user's own training loop.
 """
 
 import errno
@@ -82,14 +82,14 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,
 }
-"""Objects that a description may name, by module and name. A path is not used and stays a pure path."""
+"""Objects that a description may name, by module and name. The path it was written to is unused and is not opened."""
 
 
 class CheckpointReader(FileSystemReader):
-    """A reader for `torch.distributed.checkpoint.load` that makes nothing but tensors of a foreign checkpoint.
+    """A reader for `torch.distributed.checkpoint.load` that creates only tensors from an untrusted checkpoint.
 
     Every tensor has a size and lies in a file of the folder. Raises `InvalidCheckpointError` if the description is
-    missing, damaged or names what is not allowed; errors in the files of tensors are those of torch.
+    missing, damaged or names an object that is not allowed. Errors in the tensor files are raised by torch.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,7 +98,7 @@ class CheckpointReader(FileSystemReader):
         try:
             with file.open("rb") as opened:
                 self._metadata = _checked(_Unpickler(opened).load())
-        except Exception as error:  # a pickle that is cut or made up fails in as many ways as it has bytes
+        except Exception as error:  # a truncated or forged pickle can raise anything
             raise damaged(f"{file}: {_words(error)}") from error
 
     def read_metadata(self) -> Metadata:
@@ -137,7 +137,7 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Checkpointer:
-    """Writes the checkpoints of a run into a folder and keeps the last few; a collective object, made on every rank.
+    """Writer of a run's checkpoints that keeps the newest few; a collective object, created on every rank.
 
     Raises `InvalidCheckpointError` on every rank if the folder cannot be used.
     """
@@ -154,22 +154,22 @@ class Checkpointer:
     ) -> None:
         self._folder, self._keep_last = folder, keep_last
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        """Process group separate from those of training, whose collectives continue during a save."""
+        """Process group separate from those of training, because training collectives run at the same time."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self.last_step = 0
-        """Step of the last checkpoint that this object has completed, as known to this rank; 0 before the first."""
+        """Step of the last checkpoint that this object completed, as known on this rank; 0 before the first."""
         on_first_rank(lambda: prepare_folder(folder, resumed=resumed, known=known, sets_aside=sets_aside), self._group)
 
     def save(self, state: RunState, info: CheckpointInfo, device: torch.device, *, folder: Path | None = None) -> None:
-        """Start to write a checkpoint, into another ``folder`` if given; the state may change after this returns.
+        """Start writing a checkpoint, to ``folder`` if given; the state may change once this returns.
 
         Waits for the previous save. Raises `InvalidCheckpointError` if that one failed.
         """
         self.wait()
         folder = folder or self._folder
         part = part_path(folder, info.step)
-        state.fill_optimizers()  # which are empty where all steps so far were skipped
+        state.fill_optimizers()  # optimizer states are empty if all steps so far were skipped
         tensors = state.tensors() | random_states(device)
         writer = dcp.FileSystemWriter(part)
         writer.fs = files = SummedFiles()
@@ -181,12 +181,12 @@ class Checkpointer:
         self._pending = self._thread.submit(self._complete, written, folder, info, files.checksums)
 
     def check(self) -> None:
-        """Raise `InvalidCheckpointError` if a save has failed; return at once if it is still in progress."""
+        """Raise `InvalidCheckpointError` if a save has failed; return immediately if it is still running."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint in progress is complete. Raises `InvalidCheckpointError` if it failed."""
+        """Wait until the running save is complete. Raises `InvalidCheckpointError` if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -199,28 +199,28 @@ class Checkpointer:
             if found is not None:
                 merged = {name: checksum for each in found for name, checksum in each.items()}
                 commit(folder, info, merged, keep_last=self._keep_last)
-            dist.barrier(self._group)  # else a rank that ends now would take the first one with it, before the rename
+            dist.barrier(self._group)  # a rank that exits earlier could end the first rank before the rename
             self.last_step = info.step
         except (CheckpointException, OSError) as error:
             raise _not_written(error, part_path(folder, info.step)) from error
 
 
 class SummedFiles(FileSystem):
-    """File system that takes the CRC-32 of the bytes written, so that later corruption on disk is detected."""
+    """Files with a CRC-32 computed from the written bytes, which later reveals damage on the disk."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, int] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        """Open a file for writing from beginning to end, like torch's method, and keep its checksum."""
+        """Open a file for sequential writing; overrides torch's method."""
         assert mode == "wb", "made for writing"
         with _SummedFile(io.FileIO(path, mode)) as file:
             yield file
         self.checksums[Path(path).name] = file.checksum
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """Rename a file, like torch's method, and keep its checksum under the new name."""
+        """Rename a file and its checksum; overrides torch's method."""
         super().rename(path, new_path)
         self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
 
@@ -236,10 +236,10 @@ class _SummedFile(io.BufferedWriter):
 def whole_checkpoint(
     find: Callable[[Mapping[Path, str]], tuple[Path, list[str]] | None],
 ) -> tuple[tuple[Path, list[str]] | None, dict[Path, str]]:
-    """Return the first checkpoint that ``find`` offers on the first rank whose file contents are intact, with notices.
+    """Return the first checkpoint offered by ``find`` whose file contents are intact, with its notices, and the faults.
 
-    ``find`` gets the faults found so far inside the files of checkpoints; they are returned as well. A collective
-    call: every rank reads a share of the files of each checkpoint that ``find`` offers.
+    ``find`` runs on the first rank and receives the faults found so far inside files, by checkpoint; these faults are
+    the second result. A collective call: every rank reads a share of the files of each checkpoint that ``find`` offers.
     """
     known: dict[Path, str] = {}
     while (found := on_first_rank(lambda: find(known))) is not None:
@@ -254,10 +254,10 @@ def whole_checkpoint(
 
 
 def read_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.device) -> CheckpointInfo:
-    """Read a checkpoint written under any plan into the tensors of ``state``; a collective call.
+    """Read a checkpoint, written under any plan, into the tensors of ``state``; a collective call.
 
-    Under the same plan the random generators are also set, so that the run continues bit by bit. Raises
-    `InvalidCheckpointError` if the checkpoint is damaged, or of another model or optimizer.
+    Under the same plan and number of processes the random generators are restored too, so the run resumes bit by bit.
+    Raises `InvalidCheckpointError` if the checkpoint is damaged, or belongs to another model or optimizer.
     """
     info = read_info(path)
     check_model(info, path, plan)
@@ -275,7 +275,7 @@ def _read_state(reader: CheckpointReader, state: RunState) -> None:
     stored = reader.read_metadata().state_dict_metadata
     for copy in range(state.names.num_copies):
         tensors = state.tensors(copy=copy)
-        # a run in another precision has left no loss scale
+        # a run in another precision stored no loss scale
         _read(reader, {name: each for name, each in tensors.items() if name in stored or not name.startswith(PREFIX)})
         state.take(tensors, copy=copy)
 
@@ -298,7 +298,7 @@ def _read(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
         dcp.load(tensors, storage_reader=reader)
     except CheckpointException as error:
         cause = _first_cause(error)
-        is_foreign = isinstance(cause, UnpicklingError)  # whose own text tells how to run the code
+        is_foreign = isinstance(cause, UnpicklingError)  # torch's text tells how to run the code
         reason = "its files hold something else than tensors" if is_foreign else _words(cause)
         raise damaged(f"{reader.path}: {reason}") from error
     except (OSError, EOFError) as error:
@@ -322,14 +322,14 @@ def _not_written(error: BaseException, part: Path) -> InvalidCheckpointError:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the error of one rank from those that `torch.distributed.checkpoint` collects."""
+    """Return one rank's error out of those that `torch.distributed.checkpoint` collects."""
     while isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return error
 
 
 def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """Run ``work`` on the first rank and return its result on every rank, or raise its `InvalidCheckpointError`."""
+    """Run ``work`` on the first rank; return its result, or raise its `InvalidCheckpointError`, on every rank."""
     found: list[tuple[Result | None, dict[str, str] | None]] = [(None, None)]
     if dist.get_rank() == 0:
         try:
@@ -349,7 +349,7 @@ _NUM_STEPS = "steelyard.num_steps"
 def save_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:
     """Write parameters, optimizer states and the number of steps to a folder; a collective call.
 
-    The folder holds a checkpoint of `torch.distributed.checkpoint` with the names of `steelyard.runtime.state`.
+    The folder holds a `torch.distributed.checkpoint` with the names of `steelyard.runtime.state`.
     """
     steps = {_NUM_STEPS: torch.tensor(trainer.num_steps)}
     state = RunState(trainer, optimizers)
@@ -359,7 +359,7 @@ def save_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], fol
 
 
 def load_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:
-    """Read a checkpoint of `save_checkpoint`, written under any plan of the model, in place; a collective call."""
+    """Load a checkpoint of `save_checkpoint`, written under any plan of the model, in place; a collective call."""
     steps, reader = {_NUM_STEPS: torch.tensor(0)}, CheckpointReader(Path(folder))
     _read_state(reader, RunState(trainer, optimizers))
     _read(reader, steps)

@@ -1,16 +1,16 @@
-"""The folder of checkpoints of a run: which are complete, the newest one, and those that may go. Imports no torch.
+"""Checkpoint folder of a run: finding complete checkpoints, committing new ones, deleting old ones. No torch import.
 
-| path                           | what                                                                           |
+| path                           | content                                                                        |
 |--------------------------------|--------------------------------------------------------------------------------|
 | ``step-00000100/``             | a complete checkpoint                                                          |
-| ``step-00000100/run.json``     | `CheckpointInfo`: the run's progress, every other file's size and checksum     |
-| ``.step-00000100.part/``       | one that is being written, or was when the run was killed                      |
-| ``.step-00000100.old/``        | one that is being deleted                                                      |
-| ``step-00000100.damaged/``     | one that a run has passed over                                                 |
-| ``.lock``                      | locked, as long as it lives, by the run that writes here                       |
+| ``step-00000100/run.json``     | `CheckpointInfo`: progress of the run, size and checksum of every other file   |
+| ``.step-00000100.part/``       | a checkpoint being written, or left by a killed run                            |
+| ``.step-00000100.old/``        | a checkpoint being deleted                                                     |
+| ``step-00000100.damaged/``     | a damaged checkpoint, moved aside                                              |
+| ``.lock``                      | lock file, held by the run that writes to this folder                          |
 
-A checkpoint gets its name last, by a rename, when every file of it is on the disk: a kill at any instant leaves the
-complete ones as they were.
+A checkpoint is renamed to its final name only when all its files are on disk, so a kill at any moment leaves complete
+checkpoints intact.
 """
 
 import errno
@@ -40,40 +40,40 @@ _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(part|old)")
 _LOCK_FILE = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Error numbers of a file system without locks."""
+"""Error numbers of file systems without locks."""
 _CHUNK_BYTES = 1 << 20
 Position = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class CheckpointInfo(BaseModel):
-    """Metadata of a checkpoint about its run, stored alongside the tensors."""
+    """Metadata of a run, stored in a checkpoint with the tensors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: Literal[1] = 1
     step: Position
-    """Number of steps trained."""
+    """Number of trained steps."""
     num_samples: Position
     """Number of samples read: the position in the data."""
     seed: int
-    """Seed of the initial weights and the sample order."""
+    """Seed of initial weights and sample order."""
     data_samples: int
-    """Number of samples per epoch, used to recognise the data."""
+    """Number of samples in one epoch, used to recognise the data."""
     options: dict[str, str] = {}
     """`TrainOptions.of_run`; empty in older files."""
     model_name: str
     config_hash: str
     plan_hash: str
-    """Hash of the plan; a run resumes bit by bit under the same plan."""
+    """Hash of the plan; a run resumes bit by bit only under the same plan."""
     num_processes: int
     files: dict[str, int] = {}
-    """Size in bytes of every other file."""
+    """Size in bytes of every file except this one."""
     checksums: dict[str, int] = {}
-    """CRC-32 of these files as written; missing for files that predate checksums."""
+    """CRC-32 of these files as written; empty in checkpoints from before checksums existed."""
 
 
 def plan_hash(plan: Plan) -> str:
-    """Hash of a plan's content, except its predictions."""
+    """Return a hash of a plan's content without its predictions."""
     content = plan.model_copy(update={"prediction": None}).model_dump_json(
         include={"model", "seq_len", "global_batch", "num_microbatches", "precision", "schedule", "stages", "levers"}
     )
@@ -81,17 +81,17 @@ def plan_hash(plan: Plan) -> str:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Path of the complete checkpoint after ``step`` steps."""
+    """Return the path of the complete checkpoint after ``step`` steps."""
     return folder / f"step-{step:08d}"
 
 
 def part_path(folder: Path, step: int) -> Path:
-    """Path to which the checkpoint after ``step`` steps is written before it is complete."""
+    """Return the path where the checkpoint after ``step`` steps is written until it is complete."""
     return folder / f".step-{step:08d}.part"
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of a folder, oldest first; empty if there is no folder."""
+    """Return the complete checkpoints of a folder, oldest first; none if the folder does not exist."""
     if not folder.is_dir():
         return []
     named = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
@@ -99,9 +99,9 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_intact(folder: Path, known: Mapping[Path, str] | None = None) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint of a folder whose files all have their size, and the fault of each newer one.
+    """Return the newest checkpoint whose files all have the right size, and the fault of each newer one.
 
-    ``known`` are faults found inside the files of checkpoints.
+    ``known`` holds faults already found inside files, by checkpoint.
     """
     faults: list[str] = []
     for path in reversed(complete_checkpoints(folder)):
@@ -115,10 +115,10 @@ def newest_intact(folder: Path, known: Mapping[Path, str] | None = None) -> tupl
 def find_checkpoint(
     resume: str, folder: Path | None, known: Mapping[Path, str] | None = None
 ) -> tuple[Path, list[str]]:
-    """Return the checkpoint that ``--resume`` names, and the faults of newer ones that are skipped.
+    """Return the checkpoint that ``--resume`` names, and the faults of newer, damaged checkpoints that were skipped.
 
-    ``resume`` is a checkpoint, a folder of checkpoints, or ``latest`` for the newest one of ``folder``; ``known`` are
-    faults found inside files. Raises `InvalidCheckpointError` if none is intact.
+    ``resume`` is a checkpoint, a folder of checkpoints, or ``latest`` for the newest one of ``folder``. ``known`` holds
+    faults already found inside files, by checkpoint. Raises `InvalidCheckpointError` if there is no intact checkpoint.
     """
     if resume == LATEST and folder is None:
         raise InvalidCheckpointError(
@@ -146,9 +146,9 @@ def find_checkpoint(
 def checkpoint_to_resume(
     options: TrainOptions, known: Mapping[Path, str] | None = None, *, is_restart: bool = False
 ) -> tuple[Path, list[str]] | None:
-    """Return the checkpoint to resume, with notices; None to start from the beginning.
+    """Return the checkpoint to resume from and notices about it, or None to start from step 0.
 
-    A run that torchrun has restarted (``is_restart``) resumes its own newest one.
+    A run restarted by torchrun (``is_restart``) resumes from its own newest checkpoint.
     """
     resume: str | None = options.resume
     if options.no_resume and not is_restart:
@@ -165,7 +165,7 @@ def checkpoint_to_resume(
 def read_info(path: Path) -> CheckpointInfo:
     """Read the metadata of the checkpoint at ``path``.
 
-    Raises `InvalidCheckpointError` if it is not a steelyard checkpoint, or if a file is missing or of another size.
+    Raises `InvalidCheckpointError` if it is not a steelyard checkpoint, or if a file is missing or has the wrong size.
     """
     try:
         info = CheckpointInfo.model_validate_json(read_text(path / INFO_FILE))
@@ -198,9 +198,10 @@ def _check(path: Path, known: Mapping[Path, str] | None) -> None:
 
 
 def content_fault(path: Path, *, index: int, num_shares: int) -> str | None:
-    """Return the fault of a damaged file in share ``index`` of a checkpoint's files, divided evenly by bytes, or None.
+    """Return the fault of the first damaged file in the ``index``-th share of a checkpoint's files, or None.
 
-    Reads whole files, so as many processes as possible should take a share each.
+    The shares have about equal bytes. The files are read completely, so use as many processes as possible, one per
+    share.
     """
     info = read_info(path)
     loads = [0] * num_shares
@@ -219,7 +220,7 @@ def content_fault(path: Path, *, index: int, num_shares: int) -> str | None:
 
 
 def file_checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     checksum, chunk = 0, memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(chunk):
@@ -242,10 +243,10 @@ def check_model(info: CheckpointInfo, path: Path, plan: Plan) -> None:
 def changes(
     info: CheckpointInfo, path: Path, options: TrainOptions, data: str | Path | Rows, data_samples: int | None = None
 ) -> dict[str, str]:
-    """Return what is changed of the run that wrote the checkpoint at ``path``: a sentence for each name.
+    """Return the options that differ from those of the run that wrote the checkpoint at ``path``: a sentence per name.
 
-    Data is told apart by its name and, where it is known, its number of samples. Raises `UserError` for changes that
-    are not allowed.
+    Data is compared by name and, if known, by number of samples. Raises `UserError` for changes that are not allowed
+    and, if ``data_samples`` is given, if all steps are already done.
     """
     if info.seed != options.seed:
         raise InvalidCheckpointError(
@@ -267,7 +268,7 @@ def changes(
             expected="the options of that run, or leave to change them",
             hint=f"to go on with the new ones add --allow-change {','.join(asked)}; to start anew, --no-resume",
         )
-    if data_samples is not None and info.step >= options.steps:  # else the checkpoint may turn out to be damaged
+    if data_samples is not None and info.step >= options.steps:  # else the checkpoint may still be found damaged
         raise UserError(
             field="--steps",
             found=f"{options.steps}, and a checkpoint after step {info.step} ({path})",
@@ -288,10 +289,10 @@ def damaged(found: str) -> InvalidCheckpointError:
 
 
 def lock_folder(folder: Path) -> TextIO:
-    """Make the folder and lock it for this run until the result is closed or this process has ended.
+    """Create and lock the folder against other runs until the result is closed or this process ends.
 
-    Raises `InvalidCheckpointError` if another run writes there, or if the folder is not writable. Does not lock on a
-    file system without locks.
+    Raises `InvalidCheckpointError` if another run holds the lock, or if the folder is not writable. A file system
+    without locks is left unlocked.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -323,12 +324,12 @@ def lock_folder(folder: Path) -> TextIO:
 def prepare_folder(
     folder: Path, *, resumed: Path | None, known: Mapping[Path, str] | None = None, sets_aside: bool = False
 ) -> None:
-    """Remove partial checkpoints of a killed run, and rename damaged ones; one process calls it.
+    """Remove partial checkpoints of a killed run and move damaged ones aside; called by one process.
 
-    ``resumed`` is the checkpoint that the run resumes. Newer ones that are damaged, by their sizes or a ``known``
-    fault, would otherwise count among the last ones to keep. With ``sets_aside`` a run that starts from the beginning
-    moves existing checkpoints into a subfolder. Raises `InvalidCheckpointError` if the folder is not writable, or holds
-    checkpoints that the run does not resume, because they would eventually be deleted.
+    ``resumed`` is the checkpoint that the run resumes from. Newer checkpoints that are damaged (wrong file sizes, or a
+    fault in ``known``) are moved aside because they would count among the last ones kept. With ``sets_aside``, a new
+    run moves existing checkpoints into a subfolder. Raises `InvalidCheckpointError` if the folder is not writable, or
+    holds checkpoints that the run does not resume from, because the run would delete them later.
     """
     newer = foreign = complete_checkpoints(folder)
     if resumed is not None and resumed.resolve().parent == folder.resolve():
@@ -382,15 +383,15 @@ def _fault(path: Path, known: Mapping[Path, str] | None) -> str | None:
 
 
 def commit(folder: Path, info: CheckpointInfo, checksums: Mapping[str, int], *, keep_last: int) -> Path:
-    """Complete the checkpoint written under its partial name, and delete all except the last ``keep_last``.
+    """Complete the checkpoint written under its part name, and delete all checkpoints except the last ``keep_last``.
 
-    Every file must be on the disk; ``checksums`` are those of the bytes written. Raises `OSError` if the disk is full,
-    and leaves the other checkpoints unchanged.
+    Every file must be on disk; ``checksums`` holds the CRC-32 of the bytes written to each. Raises `OSError` if the
+    disk is full; the other checkpoints are then unchanged.
     """
     part = part_path(folder, info.step)
     files = {file.name: file.stat().st_size for file in sorted(part.iterdir()) if file.name != INFO_FILE}
     with (part / INFO_FILE).open("w", encoding="utf-8") as file:
-        known = {name: checksums[name] for name in files if name in checksums}  # not of what a file system adds
+        known = {name: checksums[name] for name in files if name in checksums}  # skips files added by the file system
         content: dict[str, Any] = {"files": files, "checksums": known}
         file.write(info.model_copy(update=content).model_dump_json(indent=2) + "\n")
         file.flush()
@@ -407,7 +408,7 @@ def commit(folder: Path, info: CheckpointInfo, checksums: Mapping[str, int], *, 
 
 
 def _remove(path: Path) -> None:
-    """Rename a checkpoint, then delete it, so that it never looks complete with half its files."""
+    """Rename and then delete a checkpoint, so that a partly deleted one never looks complete."""
     old = path.with_name(f".{path.name}.old")
     path.rename(old)
     shutil.rmtree(old)

@@ -1,7 +1,7 @@
-"""Checks of options, outputs and host before a plan is run and before memory is allocated.
+"""Checks of options, outputs and host before a plan runs and before anything takes memory. Imports no torch.
 
-Outputs are checked before the first step because a run takes days. Without the check of the host a plan for GPUs would
-run on the CPU until the kernel ends it. Imports no torch.
+Outputs are checked before the first step because a run takes days. Without the host check, a plan for GPUs would run on
+the CPU until the kernel kills it.
 """
 
 import os
@@ -17,14 +17,13 @@ from steelyard.runtime.options import TrainOptions
 from steelyard.units import format_bytes, format_plural
 
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Optional files that transformers reads alongside a ``tokenizer.json``."""
+"""Optional files that transformers reads with a ``tokenizer.json``."""
 
 
 def tokenizer_files(path: Path | None) -> dict[str, bytes]:
-    """Return the files of the tokenizer at ``path`` by their names in transformers; empty for text as bytes.
+    """Return the contents of the tokenizer's files, by the names that transformers uses; none for text read as bytes.
 
-    ``path`` is a ``tokenizer.json`` under any name, or the folder of one. Raises `InvalidDataError` if it cannot be
-    read.
+    ``path`` is a ``tokenizer.json`` of any name, or its folder. Raises `InvalidDataError` if it cannot be read.
     """
     if path is None:
         return {}
@@ -43,9 +42,9 @@ def tokenizer_files(path: Path | None) -> dict[str, bytes]:
 
 
 def check_outputs(options: TrainOptions) -> None:
-    """Raise `UserError` unless metrics, TensorBoard files, record and weights can be written and trackers exist.
+    """Check that metrics, TensorBoard files, record and weights can be written, and that trackers are installed.
 
-    Call it in the process that will write them.
+    Call it in the process that writes them. Raises `UserError` if a check fails.
     """
     if options.metrics is not None:
         check_file(options.metrics, "--metrics", makes_folder=True)
@@ -75,7 +74,7 @@ def check_outputs(options: TrainOptions) -> None:
 
 
 def check_export(path: Path) -> None:
-    """Raise `UserError` if ``path`` exists or cannot be created."""
+    """Raise `UserError` if ``path`` exists or cannot be written."""
     if path.exists():
         raise InvalidCheckpointError(
             field="--export-hf",
@@ -87,7 +86,7 @@ def check_export(path: Path) -> None:
 
 
 def export_part(path: Path) -> Path:
-    """Path to which weights are written until they are complete."""
+    """Return the path where weights are written until they are complete."""
     return path.with_name(f".{path.name}.part")
 
 
@@ -96,16 +95,16 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_host(plan: Plan, ranks: range, *, device: str | None) -> None:
-    """Raise `UserError` unless this host can run these ranks of a plan on devices of the plan's type.
+    """Raise `UserError` unless this host can run these ranks on the plan's device type.
 
-    ``device`` overrides the device type. On the CPU the GPUs are hidden from this process and its children, and the
-    predicted bytes of all ranks are compared with the free memory. A plan without a device type runs on the devices
-    that exist; one without a prediction is not compared.
+    ``device`` forces another device type. On the CPU, GPUs are hidden from this process and its children. If there are
+    no GPUs to use, the predicted bytes of all ranks are compared with free memory; without a prediction this check is
+    skipped. A plan without a device type runs on the devices that are available.
     """
     device_type = device or device_type_of(plan)
     num_gpus = 0
     if device_type != "cpu":
-        import torch  # takes seconds, which a plan for the CPU need not wait for
+        import torch  # takes seconds, which a plan for the CPU does not need
 
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device_type == "gpu" and num_gpus < len(ranks):
@@ -125,7 +124,7 @@ def check_host(plan: Plan, ranks: range, *, device: str | None) -> None:
 
 
 def device_type_of(plan: Plan) -> DeviceType | None:
-    """Return the device type of a plan; None if neither its cluster nor its prediction gives it."""
+    """Return the plan's device type, or None if neither its cluster nor its prediction tells it."""
     try:
         return plan.pools()[0].device.type
     except InvalidClusterError:
@@ -134,7 +133,7 @@ def device_type_of(plan: Plan) -> DeviceType | None:
 
 
 def stage_pool(plan: Plan, stage: int) -> str:
-    """Name of the device group of a stage; empty if all devices are identical or the plan does not say."""
+    """Return the name of a stage's device group; empty if all devices are identical or the plan does not tell."""
     try:
         return plan.stage_pools()[stage].name if plan.is_mixed else ""
     except InvalidClusterError:
@@ -157,9 +156,9 @@ def _check_memory(plan: Plan, ranks: range) -> None:
 
 
 def free_bytes() -> int | None:
-    """Bytes that new processes of this host can allocate before the kernel ends one; None if unknown.
+    """Bytes that new processes on this host can allocate before the kernel kills one; None if unknown.
 
-    Free and reclaimable memory including swap, at most the headroom of this process's control group.
+    Available memory including swap, limited to what the control group of this process can still allocate.
     """
     try:
         lines = [line.split() for line in MEMINFO.read_text().splitlines()]
@@ -171,12 +170,12 @@ def free_bytes() -> int | None:
         held = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         used = int((CGROUP / "memory.current").read_text()) - int(held["inactive_file"])
         return min(free, max(0, int((CGROUP / "memory.max").read_text()) - used))
-    except (OSError, ValueError, KeyError):  # no such group, or no limit, which it calls max
+    except (OSError, ValueError, KeyError):  # no such group, or no limit (memory.max is "max")
         return free
 
 
 def check_world_size(plan: Plan, world_size: int) -> None:
-    """Raise `InvalidPlanError` unless there are as many processes as the plan has ranks."""
+    """Raise `InvalidPlanError` unless the number of processes equals the plan's number of ranks."""
     if world_size != plan.num_devices:
         raise InvalidPlanError(
             field="stages.ranks",
@@ -187,7 +186,7 @@ def check_world_size(plan: Plan, world_size: int) -> None:
 
 
 def check_elastic(options: TrainOptions) -> None:
-    """Raise `UserError` if an elastic run has no checkpoints to resume, or if ``pool`` is given without ``elastic``."""
+    """Raise `UserError` if an elastic run has no checkpoints to resume from, or if ``--pool`` lacks ``--elastic``."""
     if options.pool is not None and not options.elastic:
         raise UserError(
             field="--pool",
@@ -223,7 +222,7 @@ def check_engine(plan: Plan) -> None:
 
 
 def check_optimizer(plan: Plan, options: TrainOptions) -> None:
-    """Raise `UserError` if the optimizer is not the plan's, whose states the plan's memory includes."""
+    """Raise `UserError` if the optimizer is not the plan's, because the plan reserves memory for that one's states."""
     planned = plan.chosen_levers.value(Optimizer).word
     if options.optimizer not in (None, planned):
         raise UserError(
@@ -235,8 +234,8 @@ def check_optimizer(plan: Plan, options: TrainOptions) -> None:
 
 
 def check_builder(plan: Plan, builder: str | None) -> None:
-    """Raise `InvalidPlanError` if the plan is for another engine, or unless a builder is given exactly if the plan is
-    for a user's own module."""
+    """Raise `InvalidPlanError` if the plan is for another engine, or if a builder is given although the plan is not for
+    the user's own module, or the reverse."""
     check_engine(plan)
     module = plan.chain().split.module
     if bool(module) == (builder is not None):

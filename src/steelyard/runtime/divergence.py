@@ -1,13 +1,13 @@
-"""Notices a run that goes wrong: values that are not finite, steps that train nothing, a loss far above the first one.
+"""Detection of diverged runs: non-finite values, steps that train nothing, a loss far above the first one.
 
-| found                                                      | the run ends after |
+| finding                                                    | the run ends after |
 |------------------------------------------------------------|--------------------|
 | the loss or the gradient norm is not finite                | 1 step             |
 | the gradient norm is 0                                     | `MOST_STEPS`       |
 | the loss, a cross-entropy, is above 2 max(first loss, 1)   | `MOST_STEPS`       |
 
-Each is said at the first of its steps in a row. With ``--keep-going`` no run ends, and a step whose gradient norm is
-not finite leaves all parameters as they were.
+A warning is printed at the first of consecutive steps with the same finding. With ``--keep-going`` the run does not
+end, and a step with a non-finite gradient norm leaves all parameters unchanged.
 """
 
 import math
@@ -21,25 +21,25 @@ MOST_STEPS = 10
 
 
 class DivergedError(RuntimeError):
-    """A run that goes on would train nothing."""
+    """Divergence that ends a run, because further steps would train nothing."""
 
     is_final = True
 
 
 class Divergence:
-    """Findings in the steps of a run; the same on every rank, as losses and gradient norms are."""
+    """Detector of divergence; identical on every rank, as losses and gradient norms are."""
 
     def __init__(self, options: TrainOptions, *, is_cross_entropy: bool, in_fp16: bool = False) -> None:
         self._options, self._is_cross_entropy = options, is_cross_entropy
         self._limit = math.inf
         self._note = ". In fp16 a forward pass has no values above 65504, whatever the loss scale" * in_fp16
         self._found = ("", 0)
-        """The name of what was found in the last step, and in how many steps in a row."""
+        """Name of the last step's finding, and the number of consecutive steps with it."""
 
     def check(self, number: int, loss: float, norm: float, *, is_skipped: bool) -> None:
-        """Say what is wrong with a step. Raises `DivergedError` if the run should end.
+        """Print a warning if a step shows divergence. Raises `DivergedError` if the run should end.
 
-        ``is_skipped`` tells that its gradients were dropped, so that there is no norm.
+        With ``is_skipped`` the gradients were dropped, so a gradient norm of 0 is not a finding.
         """
         if self._is_cross_entropy and self._limit == math.inf and math.isfinite(loss):
             self._limit = 2 * max(loss, 1.0)

@@ -1,33 +1,33 @@
-"""Dry run of one rank of a plan on fake tensors: the peak bytes of its tensors, term by term.
+"""Dry run of one rank of a plan on fake tensors, which reports the rank's peak memory in bytes by term.
 
-The code that runs is the one that trains: `steelyard.runtime.parallel_model` over a process group that has ranks but no
-processes, with tensors that have shapes but no memory. So any rank of any plan runs on a laptop. What the tensors hold
-is counted as `steelyard.runtime.peak_memory` counts it in a real process.
+The training code itself runs: `steelyard.runtime.parallel_model` over a process group that has ranks but no processes,
+with tensors that have shapes but no memory. Any rank of any plan therefore runs on a laptop. Bytes are counted as
+`steelyard.runtime.peak_memory` counts them in a real process.
 
-Two steps are run. The first ends with the optimizer's states; the second is like every later one. Only as many
-microbatches are run as it takes until one is like the next: the live storages are then the same, except those that each
-microbatch holds from the beginning to the end of a step, which are added for the others (see `_shortened`).
+Two steps run. The first creates the optimizer's states; the second represents every later step. Only as many
+microbatches run as are needed to reach the steady state (see `_shortened`). The memory that each omitted microbatch
+holds from the beginning to the end of a step is added to the result.
 
-Each storage that lives at the peak belongs to one term:
+Each storage that is live at the peak belongs to one term:
 
 | term                | storages                                                                               |
 |---------------------|----------------------------------------------------------------------------------------|
 | parameters          | this rank's shards, in fp32                                                            |
-| gradients           | those that the optimizer reads, and those kept from one microbatch to the next         |
-| optimizer           | its states                                                                             |
-| gathered parameters | whole parameters that compute, of layers that keep them between forward and backward   |
-| activations         | what a forward pass was given, or made and left behind when it ended                   |
-| pipeline buffers    | gradients that came from the next part of a pipeline, or go to the part before         |
+| gradients           | read by the optimizer, or kept from one microbatch to the next                         |
+| optimizer           | optimizer states                                                                       |
+| gathered parameters | unsharded parameters of layers that keep them between forward and backward             |
+| activations         | inputs of a forward pass, and tensors created in it that are still live when it ends   |
+| pipeline buffers    | gradients received from the next pipeline part, or sent to the previous one            |
 | working set         | everything else                                                                        |
 
-Gloo reduces a copy of what it scatters, which a dry run makes as well where gloo is the backend. Not seen, as in a real
-process on the CPU: other scratch memory inside an operation or a collective. On GPUs communication has a stream of its
-own and its buffers are freed when that is done, which may be later than here.
+Gloo's reduce-scatter works on a copy of its input; if gloo is the backend, the dry run makes this copy too. Other
+scratch memory inside an operation or a collective is not counted, as in a real process on the CPU. On GPUs,
+communication runs on a separate stream and frees its buffers when it finishes, which may be later than here.
 
-One rank stands for all that hold the same (`distinct_ranks`). The ranks of a stage run the same layers on as many
-samples. They differ only where FSDP cannot divide a parameter's first dim evenly: it is cut into chunks of equal size,
-of which the last ones are smaller or empty. Routed experts are cut along a dim that divides evenly, if any does
-(`steelyard.modules.experts.even_dim`); over the ranks that divide them they are always equal.
+One rank represents all ranks with identical memory (`distinct_ranks`). The ranks of a stage run the same layers on the
+same number of samples. They differ only if FSDP cannot divide a parameter's first dim evenly: chunks have equal size,
+except that the last ones are smaller or empty. Routed experts are sharded along a dim that divides evenly, if there is
+one (`steelyard.modules.experts.even_dim`); across the ranks that divide experts, the shares are always equal.
 """
 
 import time
@@ -79,7 +79,7 @@ from steelyard.runtime.peak_memory import TERMS, LiveStorages, Peak
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """Ranks of one stage that hold the same; ``rank`` is the first of them."""
+    """Ranks of one stage with identical memory; ``rank`` is the first of them."""
 
     rank: int
     stage: int
@@ -87,7 +87,7 @@ class RankGroup:
 
 
 def distinct_ranks(plan: Plan, builder: str | None = None) -> tuple[RankGroup, ...]:
-    """The groups of equal ranks of a plan, stage by stage; ``builder`` builds the user's own module that it is for."""
+    """Return the groups of identical ranks of a plan, by stage; ``builder`` builds the user's own module, if any."""
     chain = plan.chain()
     sizes = _sizes(chain, build_planned(builder, plan).without_values() if builder else build_meta_model(chain))
     groups = []
@@ -109,7 +109,7 @@ _Sizes = dict[int, tuple[set[int], set[tuple[int, ...]]]]
 
 
 def _sizes(chain: ModelChain, model: Any) -> _Sizes:
-    """Return, by layer type, the first dims of the parameters and the shapes of the routed experts' parameters."""
+    """Return the first dims of parameters and the shapes of routed experts' parameters, by layer type."""
     sizes: _Sizes = {}
     for layer in range(chain.num_layers):
         if chain.layers[layer] not in sizes:
@@ -122,7 +122,7 @@ def _sizes(chain: ModelChain, model: Any) -> _Sizes:
 
 
 def _shares(layers: Collection[tuple[int, Strategy]], sizes: _Sizes, place: int) -> Iterator[int]:
-    """Yield the entries of each dim that is cut into shards which the rank at ``place`` in its stage holds."""
+    """Yield, for each sharded dim, the number of entries that the rank at ``place`` in its stage holds."""
     for layer_type, strategy in layers:
         first_dims, of_experts = sizes[layer_type]
         divided = {size // strategy.tensor_degree for size in first_dims if size % strategy.tensor_degree == 0}
@@ -142,9 +142,9 @@ def _shares(layers: Collection[tuple[int, Strategy]], sizes: _Sizes, place: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Peak memory of one rank in the first step and in every later one. ``wall_s`` is the time of the dry run.
+    """Memory of one rank: the peak of the first step and of every later step.
 
-    ``host_bytes`` is the peak in host memory.
+    ``wall_s`` is the duration of the dry run in seconds, ``host_bytes`` the peak in host memory.
     """
 
     rank: int
@@ -157,10 +157,10 @@ class RankMemory:
 def dry_run(
     plan: Plan, rank: int, *, backend: Backend, every_microbatch: bool = False, builder: str | None = None
 ) -> RankMemory:
-    """Return the memory of one rank of a plan; ``builder`` builds the user's own module that it is for.
+    """Return the memory of one rank of a plan; ``builder`` builds the user's own module, if any.
 
-    ``backend`` is what real processes would communicate with. ``every_microbatch`` runs them all, where usually those
-    that repeat others are left out. Raises `UserError` in a process that already has a process group.
+    ``backend`` is the communication backend of real processes. ``every_microbatch`` runs all microbatches, including
+    those that repeat others. Raises `UserError` if this process already has a process group.
     """
     started_s = time.perf_counter()
     whole, plan = plan, plan if every_microbatch else _shortened(plan, rank)
@@ -169,7 +169,7 @@ def dry_run(
         mesh = build_mesh(plan, "cpu")
         own = build_planned(builder, plan) if builder else None
         meta_model = own.without_values() if own else build_meta_model(chain)
-        prepare_model(meta_model, chain)  # a fake parameter that is made here could not be given memory later
+        prepare_model(meta_model, chain)  # outside fake mode: a fake parameter cannot be given memory later
         with _fake_tensors(backend), LiveStorages([], _SEEN) as storages:
             model = parallelize_on(mesh, torch.device("cpu"), meta_model, plan, seed=0)
             read = own.blank_samples if own else lambda count: _blank(model, count)
@@ -189,7 +189,7 @@ def dry_run_all(
     every_microbatch: bool = False,
     builder: str | None = None,
 ) -> Iterator[RankMemory]:
-    """Yield the memory of several ranks in their order, found by up to ``num_processes`` processes at once."""
+    """Yield the memory of several ranks in their order, using up to ``num_processes`` processes."""
     work = partial(dry_run, plan, backend=backend, every_microbatch=every_microbatch, builder=builder)
     num_processes = min(num_processes, len(ranks))
     if num_processes == 1:
@@ -200,14 +200,14 @@ def dry_run_all(
 
 
 _SEEN: FakeOpCache[None] = FakeOpCache()
-"""The operations that dry runs of this process have seen, whose results follow from their arguments alone."""
+"""Cache of operations in this process's dry runs whose results depend only on their arguments."""
 
 
 def _shortened(plan: Plan, rank: int) -> Plan:
-    """Return the plan with fewer microbatches of the same size, where the others would repeat them.
+    """Return the plan with fewer microbatches of the same size, without those that repeat others.
 
-    On one stage the first makes the gradients, the last reduces them, and those between are alike; on more the schedule
-    knows.
+    On one stage, the first microbatch creates the gradients, the last one reduces them, and all others are identical.
+    On several stages, the schedule provides the number.
     """
     pipeline, stage = plan.pipeline, plan.stage_of(rank)
     fewest = 3 if pipeline.num_stages == 1 else pipeline.schedule.steady_from(pipeline, stage)
@@ -219,7 +219,7 @@ def _shortened(plan: Plan, rank: int) -> Plan:
 
 
 def _with_microbatches(peak: Peak, left_out: int, model: ParallelModel) -> Peak:
-    """Return the peak with what microbatches that were left out hold throughout the step: their token ids."""
+    """Return the peak with the memory that omitted microbatches hold throughout a step: their token ids."""
     terms = Counter(peak.terms)
     samples = len(model.input_samples() or []) + len(model.label_samples() or [])
     token_bytes = samples * (model.plan.seq_len + 1) * torch.long.itemsize
@@ -228,7 +228,7 @@ def _with_microbatches(peak: Peak, left_out: int, model: ParallelModel) -> Peak:
 
 
 def _two_steps(model: ParallelModel, storages: LiveStorages, read: Callable[[int], Any]) -> list[Peak]:
-    """Return the peaks of the first and the second step; ``read`` gives so many samples."""
+    """Return the peaks of the first and the second step; ``read`` returns a given number of samples."""
     optimizers = make_optimizers(model, TrainOptions())
     storages.assign("parameters", model.parameters())
     _follow_passes(model, storages)
@@ -242,7 +242,7 @@ def _two_steps(model: ParallelModel, storages: LiveStorages, read: Callable[[int
         model.clip_gradients(1.0)
         storages.place = "optimizer"
         for optimizer in optimizers:
-            with mock.patch.object(Tensor, "item", return_value=1.0):  # of norms that an optimizer reads
+            with mock.patch.object(Tensor, "item", return_value=1.0):  # for norms that an optimizer reads
                 optimizer.step()
             optimizer.zero_grad()
         states = (state.values() for optimizer in optimizers for state in optimizer.state.values())
@@ -255,7 +255,7 @@ def _two_steps(model: ParallelModel, storages: LiveStorages, read: Callable[[int
 
 
 def _blank(model: ParallelModel, num_samples: int) -> Tensor | Samples:
-    """Samples as they are read: of next-token prediction, inputs and labels in one tensor."""
+    """Return blank samples as the data reader does: for next-token prediction, inputs and labels in one tensor."""
     if model.chain.family.task is Task.CAUSAL_LM:
         return torch.zeros((num_samples, model.plan.seq_len + 1), dtype=torch.long)
     inputs, labels = blank_samples(model.chain, num_samples, model.plan.seq_len)
@@ -263,7 +263,7 @@ def _blank(model: ParallelModel, num_samples: int) -> Tensor | Samples:
 
 
 def _follow_passes(model: ParallelModel, storages: LiveStorages) -> None:
-    """Tell ``storages`` which layer runs, and which tensors a forward pass leaves behind."""
+    """Register hooks that tell ``storages`` which layer runs and which tensors remain after a forward pass."""
     born = 0
 
     def exchanged(gradient: Tensor) -> None:
@@ -309,13 +309,13 @@ def _gradients(model: ParallelModel) -> Iterator[Tensor]:
 
 
 def _unsharded_gradients(model: ParallelModel) -> Iterator[Tensor]:
-    """Gradients of replicated layers that earlier microbatches left, not reduced yet, and those of sharded ones."""
+    """Yield unreduced gradients of earlier microbatches, of replicated and of sharded layers."""
     yield from _gradients(model)
     for chunk in model.chunks:
         for replica in chunk.replicas:
             yield from replica.kept_gradients()
     for _, group in _fsdp_groups(model):
-        if group._partial_reduce_output is not None:  # of shards that are summed over replicas when the step ends
+        if group._partial_reduce_output is not None:  # of shards, summed over replicas when the step ends
             yield group._partial_reduce_output
         for parameter in group.fsdp_params:
             unsharded = getattr(parameter, "_unsharded_param", None)
@@ -324,7 +324,7 @@ def _unsharded_gradients(model: ParallelModel) -> Iterator[Tensor]:
 
 
 def _gathered(model: ParallelModel) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield the whole parameters of each sharded layer, with the term under which they count."""
+    """Yield the unsharded parameters of each sharded layer, with the term that counts them."""
     for strategy, group in _fsdp_groups(model):
         tensors = [each for parameter in group.fsdp_params for each in parameter.all_gather_outputs]
         unsharded = (getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params)
@@ -333,7 +333,7 @@ def _gathered(model: ParallelModel) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def _fsdp_groups(model: ParallelModel) -> Iterator[tuple[Strategy, Any]]:
-    """FSDP's own view of the parameters of each sharded layer of this rank, which it moves together."""
+    """Yield FSDP's parameter groups of each sharded layer of this rank, with the layer's strategy."""
     for name, layer in model.layers.items():
         if isinstance(layer, FSDPModule):
             for group in layer._get_fsdp_state()._fsdp_param_groups:
@@ -342,7 +342,7 @@ def _fsdp_groups(model: ParallelModel) -> Iterator[tuple[Strategy, Any]]:
 
 @contextmanager
 def _fake_world(rank: int, size: int) -> Iterator[None]:
-    """Enter `fake_group` for one rank; a process can do so for one rank after another."""
+    """Create a `fake_group` for one rank; usable for several ranks in sequence."""
     if dist.is_initialized():
         raise UserError(
             field="check",
@@ -351,7 +351,7 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
             hint="run the check in another process",
         )
     with fake_group(rank, size):
-        _clear_sharding_prop_cache()  # its entries name the process groups of the rank before
+        _clear_sharding_prop_cache()  # its entries name the process groups of the previous rank
         try:
             yield
         finally:
@@ -360,14 +360,14 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
 
 @contextmanager
 def _fake_tensors(backend: Backend) -> Iterator[None]:
-    """Tensors made in this context have no memory; the few places that need real numbers get them."""
+    """Create all tensors without memory in this context, except in the few places that need real numbers."""
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 
         init = DeviceMesh.__init__
 
         def with_real_tensors(*arguments: Any, **keywords: Any) -> None:
-            with _disable_current_modes():  # FSDP makes a mesh of a mesh to place a layer's parameters, and reads it
+            with _disable_current_modes():  # FSDP creates a mesh from a mesh to place parameters, and reads it
                 init(*arguments, **keywords)
 
         stack.enter_context(mock.patch.object(DeviceMesh, "__init__", with_real_tensors))
@@ -386,7 +386,7 @@ def _fake_tensors(backend: Backend) -> Iterator[None]:
             reduce_scatter = dist.reduce_scatter_single
 
             def with_scratch(**arguments: Any) -> None:
-                scratch = arguments["input"].clone()  # of the whole tensor while it works, as gloo makes one
+                scratch = arguments["input"].clone()  # gloo copies the whole tensor while it works
                 reduce_scatter(**arguments)
                 del scratch
 
@@ -395,9 +395,9 @@ def _fake_tensors(backend: Backend) -> Iterator[None]:
 
 
 class _WorkWithTensors:
-    """A transfer that keeps its tensors alive until it is waited for, as those of gloo do and the fake ones do not.
+    """A transfer that keeps its tensors alive until it is waited for, as gloo does and fake transfers do not.
 
-    Interleaved schedules wait for what they sent only when the step ends.
+    Interleaved schedules wait for their sends only at the end of the step.
     """
 
     def __init__(self, work: dist.Work, tensors: list[Tensor]) -> None:
@@ -410,9 +410,9 @@ class _WorkWithTensors:
 
 
 def _vote_alone(_schedule: Any, stages: list[Any], has_backward: bool, _p2p_done: bool) -> None:
-    """Decide for all ranks from this rank's stages in the vote on whether shapes are static.
+    """Let this rank's stages decide alone whether shapes are static.
 
-    The real vote reads numbers that neighbours send. The runtime gives every stage its shapes, so all votes are equal.
+    The real vote reads numbers sent by neighbours. The runtime gives every stage its shapes, so all votes are equal.
     """
     for stage in stages:
         if InferenceMode.needs_dynamic(stage._user_meta, has_backward):

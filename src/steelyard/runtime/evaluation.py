@@ -1,4 +1,4 @@
-"""The loss of data that a run does not train on, which it reports every few steps."""
+"""Evaluation of a run: loss on held-out data, reported every few steps."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,21 +17,21 @@ from steelyard.runtime.parallel_model import ParallelModel
 def open_run_data(
     source: str | Path | Rows, plan: Plan, own: OwnModel | None, options: TrainOptions
 ) -> SampleData | OwnData:
-    """Return the samples of a run. Raises `InvalidDataError` for data that cannot be used."""
+    """Return the samples of a run. Raises `InvalidDataError` if the data cannot be used."""
     if own is not None:
         return OwnData(Path(str(source)), own, seed=options.seed)
     return open_samples(source, options.text, plan.chain(), seq_len=plan.seq_len, seed=options.seed)
 
 
 def num_targets(data: SampleData | OwnData, samples: Iterable[int]) -> int | None:
-    """Return the targets of some samples; None where each has as many as another."""
+    """Return the number of targets in some samples; None if every sample has the same number."""
     return max(1, data.num_targets(samples)) if isinstance(data, CompletionData) else None
 
 
 class Evaluation:
-    """Evaluates ``--eval-data``: all of its samples that make whole global batches; of rows of ``--sft`` all.
+    """Evaluation on ``--eval-data``: all samples that fill complete global batches; with ``--sft`` all rows.
 
-    Raises `InvalidDataError` where that is none.
+    Raises `InvalidDataError` if there is less than one global batch (without ``--sft``).
     """
 
     def __init__(self, model: ParallelModel, own: OwnModel | None, options: TrainOptions) -> None:
@@ -57,7 +57,7 @@ class Evaluation:
             )
 
     def after_step(self, num_steps: int) -> float | None:
-        """Return the mean loss after ``num_steps`` steps, where the options ask for it; a collective call."""
+        """Return the mean loss after ``num_steps`` steps, or None if no evaluation is due; a collective call."""
         is_due = num_steps % self._options.eval_every == 0 or num_steps == self._options.steps
         if self._data is None or not is_due:
             return None
@@ -76,5 +76,5 @@ class Evaluation:
             total += loss.item() * (targets or 1)
             count += targets or 1
         self._model.clock.take_s()
-        take_imbalance(self._model.layers)  # those of training alone are reported
+        take_imbalance(self._model.layers)  # only those of training are reported
         return total / count

@@ -1,7 +1,7 @@
-"""Launch of a training run on this host, or of a few steps of several plans to find the fastest.
+"""Starts training runs on this host: one run of a plan, or a few steps of several plans to find the fastest.
 
-If a plan runs out of memory, the run continues with the plan's next fallback, from the newest checkpoint if there is
-one, else from the start. Imports no torch, so the command line that calls it starts at once.
+If a plan runs out of memory, the run continues with the plan's next fallback, from the newest checkpoint or, without
+one, from the start. Imports no torch, so the command line that calls it starts immediately.
 """
 
 import sys
@@ -31,7 +31,7 @@ from steelyard.runtime.options import TrainOptions
 from steelyard.units import format_bytes, format_seconds
 
 OUT_OF_MEMORY = "MemoryExceededError"
-"""Type of the error with which a rank reports that memory ran out."""
+"""Error type that a rank reports when memory runs out."""
 
 
 def launch(
@@ -43,13 +43,14 @@ def launch(
     elastic: Elastic | None = None,
     stdout_to_stderr: bool = False,
 ) -> RunRecord | None:
-    """Train a plan on the devices of this host and return the record; the first process prints a line per step,
-    to stderr if ``stdout_to_stderr`` is set. ``data`` is None if ``options`` name a data set. An ``elastic`` run's
-    record is None if another host has it.
+    """Train a plan on the devices of this host and return the run record.
 
-    If a process fails, torchrun restarts all, up to ``restarts`` times. Raises `UserError` if the plan, the data or the
-    options are invalid, `RankFailedError` if a process failed, and `StoppedError` if a signal has stopped the run and
-    its checkpoint is complete; by then every process has ended.
+    The first process prints a line per step, to stderr with ``stdout_to_stderr``. ``data`` is None if ``options`` name
+    a data set. The result is None in an ``elastic`` run whose record is on another host.
+
+    If a process fails, torchrun restarts all processes, up to ``restarts`` times. Raises `UserError` for a mistake in
+    the plan, the data or the options, `RankFailedError` if a process failed, and `StoppedError` if a signal stopped
+    the run and its checkpoint is complete. By then every process has ended.
     """
     plan = read_plan(plan_path)
     check_builder(plan, options.builder)
@@ -115,7 +116,7 @@ def _run(
 
 
 def _first_ranks(plan: Plan, pool: str | None, *, num_hosts: int) -> range:
-    """Return the ranks of the first of ``num_hosts`` hosts, or of the first host of a pool."""
+    """Return the ranks of the first of ``num_hosts`` hosts, or of the first host of a device group."""
     if pool is None:
         return range(plan.num_devices // num_hosts)
     pools = plan.pools()
@@ -135,7 +136,7 @@ def _notice(plan: Plan, error: RankFailedError) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A plan that was run, with its record or the reason of its failure."""
+    """A trial run of a plan: its record, or the reason why it failed."""
 
     plan: Plan
     record: RunRecord | None
@@ -145,10 +146,9 @@ class Trial:
 def run_trials(
     plans: Sequence[Plan], data: str | Path, options: TrainOptions, *, folder: Path, stdout_to_stderr: bool = False
 ) -> tuple[Trial, ...]:
-    """Train each plan from initial weights under ``options`` and keep ``plan.N.json`` and ``record.N.json`` in the
-    folder.
+    """Train each plan from initial weights, and keep ``plan.N.json`` and ``record.N.json`` in the folder.
 
-    A failed run does not stop the others. Raises `UserError` if a plan, the data or the options are invalid.
+    A failed run does not stop the others. Raises `UserError` for a mistake in a plan, the data or the options.
     """
     trials = []
     for number, plan in enumerate(plans):
@@ -164,6 +164,6 @@ def run_trials(
 
 
 def fastest(trials: Sequence[Trial]) -> Trial | None:
-    """Return the trial with the shortest median step time; None if all failed."""
+    """Return the trial with the lowest median step time, or None if all failed."""
     timed = [(trial.record.median_step_s, index) for index, trial in enumerate(trials) if trial.record is not None]
     return trials[min(timed)[1]] if timed else None

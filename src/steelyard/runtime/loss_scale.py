@@ -1,20 +1,20 @@
-r"""Dynamic loss scaling: gradients that are too small for fp16 are made larger until they are fp32.
+r"""Dynamic loss scaling: multiplies gradients that are too small for fp16 until they are converted to fp32.
 
-A step in its order, with $S$ the scale:
+A step, in order, with the scale $S$:
 
 1. Every loss (of a microbatch on a rank, already divided by the targets of the global batch) is multiplied by $S$ in
-   fp32, and goes backwards in fp16.
-2. Gradients are converted to fp32 and added over microbatches and ranks. Nothing is divided on the way, so what fits in
-   fp16 where it is made neither overflows nor vanishes in a sum.
-3. Each rank divides its gradients by $S$ and looks for any that are not finite, in a kernel of torch's own.
-4. All ranks of the job agree, in an all-reduce of one number.
-5. If there is one anywhere, all gradients are dropped: optimizers leave parameters without gradients as they are.
-   $S$ is halved. After `GROWTH_INTERVAL` steps in a row without one it is doubled.
-6. Clipping and the optimizer see gradients as if there were no scale; powers of two change no digit of them.
+   fp32; its backward pass runs in fp16.
+2. Gradients are converted to fp32 and summed over microbatches and ranks. Nothing is divided in between, so a value
+   that fits in fp16 neither overflows nor vanishes in a sum.
+3. Each rank divides its gradients by $S$ and looks for non-finite values, in a torch kernel.
+4. All ranks of the job agree through an all-reduce of one number.
+5. If any rank found a non-finite value, all gradients are dropped (optimizers do not change parameters without
+   gradients) and $S$ is halved. After `GROWTH_INTERVAL` consecutive steps without one, $S$ is doubled.
+6. Clipping and the optimizer see gradients as if there were no scale, because scaling by powers of two is exact.
 
-$S$ begins at 65,536 for each sample of a step, or the power of two below: a sample's gradients are as large as under
-`torch.amp.GradScaler`, whose rule and constants these are, however many samples the loss is a mean of. The scale is of
-the global batch and no part of the plan, so a run goes on with it under any other plan.
+$S$ begins at 65,536 times the samples of a step, rounded down to a power of two. A sample's gradients are then as large
+as under `torch.amp.GradScaler`, whose rule and constants are used here, regardless of how many samples the loss
+averages over. The scale depends on the global batch and not on the plan, so a run keeps it under any other plan.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ from steelyard.runtime.divergence import DivergedError
 INITIAL_SCALE = 65536.0
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
 PREFIX = "loss_scale."
-"""Prefix of the loss scale's tensor names in a checkpoint."""
+"""Prefix of the tensors' names in a checkpoint."""
 
 
 class LossScale:
-    """The scale of a run, the same on every rank."""
+    """Loss scale of a run, identical on every rank."""
 
     def __init__(self, global_batch: int, device: torch.device, *, growth_interval: int = GROWTH_INTERVAL) -> None:
         self._scale = torch.tensor(INITIAL_SCALE * 2 ** (global_batch.bit_length() - 1), device=device)
@@ -47,7 +47,7 @@ class LossScale:
         return self._scale.item()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state by its names in a checkpoint; reading into these tensors resumes it."""
+        """Return the state by its names in a checkpoint; reading into these tensors restores it."""
         return {f"{PREFIX}scale": self._scale, f"{PREFIX}num_finite": self._num_finite}
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -55,12 +55,12 @@ class LossScale:
         return loss.float() * self._scale
 
     def unscaled(self, loss: Tensor) -> Tensor:
-        """Return the detached loss divided by the scale: the inverse of `scaled`."""
+        """Return the loss before `scaled`, detached from the graph."""
         return loss.detach() / self._scale
 
     @torch.no_grad()
     def take_in(self, gradients: Sequence[Tensor]) -> None:
-        """Scale the gradients of an earlier batch, to which those of a step are added."""
+        """Scale gradients left by an earlier batch, to which the gradients of a step are added."""
         if gradients:
             torch._foreach_mul_(gradients, self._scale.to(gradients[0].device))
 
@@ -87,6 +87,6 @@ class LossScale:
 
 
 def any_rank_has(found: Tensor) -> bool:
-    """Return whether ``found`` [1] is above 0 on any rank; reduces it to its maximum in place."""
+    """Return whether ``found`` [1] is above 0 on any rank, and set it to the maximum over ranks; a collective call."""
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())

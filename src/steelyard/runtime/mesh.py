@@ -1,10 +1,10 @@
 """Device mesh of a plan: one axis for the pipeline, and small axes within a stage that layers combine.
 
 The world is one `DeviceMesh` with the axes ``pp``, ``one`` (of size 1) and ``a0``, ``a1``, … (the prime factors of a
-stage's devices); stages of different sizes have one each, without ``pp``. Each layer uses a run of neighbouring small
-axes for its samples and another for tensor parallelism. A run is flattened once for the whole plan, so all layers that
-use it share one process group. A layer that does not divide its samples shards over ``one``, so precision and
-accumulation work the same way everywhere.
+stage's device count). If stages have different sizes, each stage has its own mesh, without ``pp``. Each layer uses a
+run of adjacent small axes for its samples and another run for tensor parallelism. A run is flattened once for the whole
+plan, so all layers that use it share one process group. A layer that does not divide its samples shards over ``one``,
+so precision and accumulation work the same way for every layer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,57 +33,57 @@ _PLACEMENTS: Mapping[str, Placement] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenPlacement:
-    """Placement of a hidden state [B, S, H] on each small axis of a stage, and the order of its tokens."""
+    """Placement of a hidden state [B, S, H] on a stage: a placement for each small axis, and the order of tokens."""
 
     axes: tuple[Placement, ...]
     head_tail_degree: int = 1
-    """Number of ranks that divide the tokens in head-tail order; 1 for reading order."""
+    """Number of ranks over which tokens are divided in head-tail order; 1 for their natural order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanMesh:
-    """The meshes of a plan as one rank sees them."""
+    """Meshes of a plan, as seen by one rank."""
 
     world: DeviceMesh
-    """Mesh of all stages, or of this rank's stage if stage sizes differ."""
+    """Mesh of all stages or, if stage sizes differ, of this rank's stage."""
     stage_index: int
-    """The pipeline stage of this rank."""
+    """Pipeline stage of this rank."""
     axis_names: tuple[str, ...]
-    """Names of the small axes of a stage, outermost first; ``one`` alone where a stage is a single device."""
+    """Names of the small axes of a stage, outermost first; only ``one`` if a stage is a single device."""
     runs: Mapping[tuple[int, ...], DeviceMesh]
     """One-axis mesh of every run of axes that the plan uses; () is the axis of size 1."""
 
     @property
     def whole(self) -> DeviceMesh:
-        """The one-axis mesh of all ranks of this rank's stage, which plans that train routers use."""
+        """One-axis mesh of all ranks of this rank's stage; exists in plans that train routers."""
         return self.runs[tuple(range(self.stage.ndim if self.axis_names != (_ONE,) else 0))]
 
     @property
     def stage(self) -> DeviceMesh:
-        """The mesh of small axes over this rank's stage."""
+        """Mesh of the small axes over this rank's stage."""
         return self.world[self.axis_names]
 
     @property
     def pipeline(self) -> dist.ProcessGroup | None:
-        """Process group of the ranks at this rank's place in every stage; None if stage sizes differ."""
+        """Process group of the ranks at this rank's position in every stage; None if stage sizes differ."""
         names = self.world.mesh_dim_names
         return self.world[_PIPELINE].get_group() if names and _PIPELINE in names else None
 
     def states(self, strategy: Strategy) -> tuple[DeviceMesh, DeviceMesh]:
-        """Return the one-axis meshes over which a layer's states are replicated, and over which they are sharded."""
+        """Return the one-axis meshes over which a layer's states are replicated and over which they are sharded."""
         return self.runs[strategy.replica_axes], self.runs[strategy.shard_axes]
 
     def dimension(self, strategy: Strategy, dimension: Dimension) -> DeviceMesh:
-        """Return the one-axis mesh of the ranks that share a dimension of the strategy."""
+        """Return the one-axis mesh of the ranks that a dimension of the strategy divides over."""
         return self.runs[strategy.axes_of(dimension) if dimension.is_level else strategy.expert_axes]
 
     def hidden_placement(self, strategy: Strategy) -> HiddenPlacement:
-        """Placement of a layer's activations [B, S, H] over the small axes of the stage."""
+        """Return the placement of a layer's activations [B, S, H] over the small axes of the stage."""
         letters = strategy.hidden.placements(mesh_axes(strategy.num_devices))
         return self.placement(letters, strategy.hidden.head_tail_degree)
 
     def placement(self, letters: str, head_tail_degree: int) -> HiddenPlacement:
-        """Return the placement with these letters on the small axes, none if a stage is a single device."""
+        """Return the placement with these letters, one per small axis; no letters if a stage is a single device."""
         axes = tuple(_PLACEMENTS[letter] for letter in letters) or (Replicate(),)
         return HiddenPlacement(axes=axes, head_tail_degree=head_tail_degree)
 
@@ -91,7 +91,7 @@ class PlanMesh:
 def build_mesh(plan: Plan, device_type: str) -> PlanMesh:
     """Build the mesh of a plan over all processes; a collective call, in the same order on every rank.
 
-    Creates the process group of every run of axes that any layer of any stage uses; none is created later.
+    All process groups, one for each run of axes that a layer of any stage uses, are created here and none later.
     """
     sizes = plan.stage_sizes
     own = plan.stage_of(dist.get_rank())
@@ -111,7 +111,7 @@ def build_mesh(plan: Plan, device_type: str) -> PlanMesh:
         if stage == own:
             found = _mesh_of(mesh, stage, axes, runs)
         else:
-            # as `_mesh_of`, on ranks that cannot slice the mesh: all ranks together make every group
+            # as `_mesh_of`, for ranks that cannot slice the mesh: creating a group is collective over all ranks
             for run in runs:
                 if len(run) > 1:
                     flat = _MeshLayout([mesh._layout[1 + axis] for axis in run]).collapse()
@@ -134,9 +134,9 @@ def _mesh_of(world: DeviceMesh, stage_index: int, axes: tuple[int, ...], runs: S
 
 
 def _runs_used(strategies: tuple[Strategy, ...], together: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the runs of axes over which these strategies communicate, the empty run, and the run of all ``together``.
+    """Return all runs of axes that layers of these strategies communicate over, the empty run, and all of ``together``.
 
-    ``together`` are the sizes of the axes over all of which something is summed.
+    ``together`` holds the sizes of the axes if something is summed over all of them.
     """
     whole = tuple(range(len(together)))
     found = {(), whole}
@@ -148,5 +148,5 @@ def _runs_used(strategies: tuple[Strategy, ...], together: tuple[int, ...]) -> l
 
 
 def data_index(mesh: PlanMesh, strategy: Strategy) -> int:
-    """Index of this rank's share of every microbatch in a layer of this strategy."""
+    """Return the index of this rank's share of every microbatch in a layer of this strategy."""
     return mesh.runs[strategy.sample_axes].get_local_rank()

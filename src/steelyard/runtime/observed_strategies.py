@@ -1,6 +1,6 @@
-"""Strategies that the runtime really applied to each layer, read back from the modules and the activations.
+"""Observation of the strategy applied to each layer, read back from the modules and their activations.
 
-Silently ignoring the plan is the worst error that a runtime can make. The strategies in a run record therefore do not
+Silently ignoring a plan is the worst error that a runtime can make. The strategies in a run record therefore do not
 repeat the plan: the axes come from the meshes of the parameters, ``sp`` and the data degree from the shape of the
 layer's hidden state, ZeRO and remat from the state of the module as it ran.
 """
@@ -24,17 +24,17 @@ from steelyard.runtime.parallel_model import ParallelModel
 
 
 class Passed(NamedTuple):
-    """Observations of a layer during the forward pass of a microbatch."""
+    """State of a layer during the forward pass of a microbatch."""
 
     shape: torch.Size
-    """[B, s, H] of the hidden state."""
+    """Shape [B, s, H] of the hidden state."""
     is_kept_whole: bool
-    """Whether its backward pass leaves parameters gathered and gradients unsharded."""
+    """Whether its backward pass should leave parameters gathered and gradients unsharded."""
 
 
 @contextmanager
 def observe_layers(model: ParallelModel) -> Iterator[dict[int, Passed]]:
-    """Record observations of each layer of this rank at the first microbatch, while a step runs in the context."""
+    """Collect the state of each layer of this rank in the first microbatch of a step that runs in the context."""
     found: dict[int, Passed] = {}
 
     def keep(layer: int, is_embedding: bool) -> object:
@@ -77,9 +77,9 @@ def gather_strategies(model: ParallelModel, passed: dict[int, Passed]) -> tuple[
 
 
 def observed_strategy(layer: ChainLayer, passed: Passed, *, seq_len: int) -> Strategy:
-    """Return the strategy that this rank's ``layer`` runs under, given its observations ``passed``.
+    """Return the strategy that this rank's ``layer`` runs under, given its state in a forward pass.
 
-    Of one microbatch in a step, that which it ends is written as that which waits for it: zero2.
+    With one microbatch per step, zero1 and zero2 cannot be told apart; the result is zero2.
     """
     replicated, sharded, reshards = _data_parallelism(layer)
     tensor = _tensor_parallelism(layer, {replicated[0], sharded[0]})
@@ -115,7 +115,7 @@ def _data_parallelism(layer: ChainLayer) -> tuple[_Axis, _Axis, bool]:
     if not isinstance(layer, FSDPModule):
         mesh = next(layer.parameters()).device_mesh
         return (mesh.mesh_dim_names[0], mesh.size(0)), ("", 1), False
-    group = layer._get_fsdp_state()._fsdp_param_groups[0]  # a second one holds experts that ep divides
+    group = layer._get_fsdp_state()._fsdp_param_groups[0]  # a second group holds experts divided by ep
     mesh = group.mesh_info.mesh
     axes = list(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
     reshards = group.post_forward_mesh_info is not None
@@ -123,7 +123,7 @@ def _data_parallelism(layer: ChainLayer) -> tuple[_Axis, _Axis, bool]:
 
 
 def _tensor_parallelism(layer: ChainLayer, data_names: set[str]) -> _Axis:
-    """Mesh axis and degree over which parameters are sharded in addition to data parallelism."""
+    """Return the mesh axis and degree over which parameters are sharded, apart from data parallelism."""
     by_experts = divided_parameters(layer)
     for parameter in layer.parameters():
         if isinstance(parameter, DTensor) and parameter not in by_experts:

@@ -1,12 +1,12 @@
-"""The optimizers of a run, as its plan says, and their learning rate.
+"""Optimizers of a run, as chosen by its plan, and their learning rate.
 
-The rate rises linearly over the warm-up, so that the first step trains. Then it follows a schedule of
+The rate rises linearly over the warm-up and is above zero in the first step. Then it follows a schedule of
 `transformers.get_scheduler`: `cosine_with_min_lr`; `polynomial` of power 1 for linear; `constant`; or
-`warmup_stable_decay` for wsd, which falls in the last `DECAY_SHARE` of the steps.
+`warmup_stable_decay` for wsd, which decays over the last `DECAY_SHARE` of the steps.
 
-Weight decay is decoupled (Loshchilov and Hutter 2019) and acts on the weights of linear maps and convolutions alone.
+Weight decay is decoupled (Loshchilov and Hutter 2019) and acts only on the weights of linear layers and convolutions.
 Norms, biases and embeddings (of tokens, positions and classes, relative position biases, a head that is tied to the
-embedding) do not decay: they set scales and offsets, and decay would pull rare tokens' rows to zero step after step.
+embedding) do not decay: norms and biases set scales and offsets, and decay would pull the rows of rare tokens to zero.
 """
 
 import math
@@ -28,12 +28,12 @@ from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 
 DECAY_SHARE = 0.2
-"""Share of the steps in which the rate of wsd falls."""
+"""Fraction of the steps in which the learning rate of wsd decays."""
 _CONVOLUTION_DIMS = 4
 
 
 def make_optimizers(model: ParallelModel, options: TrainOptions) -> list[Optimizer]:
-    """Return the optimizers of this rank's parameters, as the plan and the options say."""
+    """Create the optimizers of this rank's parameters from the plan and the options."""
     decayed = {id(parameter) for path, parameter in model.named_parameters() if decays(model.chain, path, parameter)}
     return planned_optimizers(model, decayed, lr=options.lr, weight_decay=options.weight_decay, betas=options.beta_pair)
 
@@ -41,9 +41,9 @@ def make_optimizers(model: ParallelModel, options: TrainOptions) -> list[Optimiz
 def planned_optimizers(
     model: ParallelModel, decayed: Collection[int], *, lr: float, weight_decay: float, betas: tuple[float, float]
 ) -> list[Optimizer]:
-    """Return the optimizers of this rank's parameters, as the plan says, one for each kind of sharding.
+    """Create the optimizers of this rank's parameters from the plan, one for each kind of sharding.
 
-    Weight decay acts on parameters whose id is ``decayed``.
+    Weight decay acts on parameters whose id is in ``decayed``.
     """
     levers = model.plan.chosen_levers
     lever, offload = levers.value(OptimizerLever), levers.value(Offload)
@@ -63,7 +63,7 @@ def planned_optimizers(
 
 
 def hidden_matrices(model: ParallelModel) -> set[int]:
-    """Return the ids of parameters that multiply tokens within blocks, without those of routers and routed experts."""
+    """Return the ids of weight matrices applied to tokens within blocks, except those of routers and routed experts."""
     found: set[int] = set()
     for name, layer in model.layers.items():
         layer_type = model.chain.type_of(int(name))
@@ -90,7 +90,7 @@ def decays(chain: ModelChain, path: str, parameter: nn.Parameter) -> bool:
 
 
 def learning_rate(step: int, options: TrainOptions) -> float:
-    """Return the learning rate of a step, from 0."""
+    """Return the learning rate of a step; steps count from 0."""
     if step < options.warmup_steps:
         return options.lr * (step + 1) / options.warmup_steps
     least = options.least_lr / options.lr if options.lr else 1.0
@@ -99,7 +99,7 @@ def learning_rate(step: int, options: TrainOptions) -> float:
 
 @cache
 def _rate_of(schedule: str, warmup_steps: int, steps: int, least: float) -> Callable[[int], float]:
-    """Return the learning rate of a step after the warm-up, as a share of the peak."""
+    """Return the learning rate as a function of the step after the warm-up, as a fraction of the peak."""
     decay_steps = max(1, min(round(DECAY_SHARE * steps), steps - warmup_steps))
     names: dict[str, tuple[str, dict[str, float]]] = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": least}),

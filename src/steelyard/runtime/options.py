@@ -1,4 +1,4 @@
-"""Options of a training run, as values, as arguments of `python -m steelyard.train`, and back."""
+"""Options of a training run, and their conversion to and from arguments of `python -m steelyard.train`."""
 
 import argparse
 import math
@@ -21,21 +21,21 @@ DATA_HELP = (
 )
 MOST_SEED = 2**32 - 1
 AUTO = "auto"
-"""Value of ``--resume``: the latest checkpoint if there is one, else start from the beginning."""
+"""Value of ``--resume``: the latest checkpoint if there is one, otherwise a new run."""
 RUN_OPTIONS = ("data", "lr", "steps", "warmup_steps", "schedule", "min_lr", "betas", "weight_decay", "max_grad_norm")
-"""Options stored in a checkpoint; changing them in a resumed run must be allowed explicitly."""
+"""Options that a checkpoint stores, so that a resumed run needs permission to change them."""
 
 
 CONSTANT = "constant"
 LR_SCHEDULES = ("cosine", "linear", CONSTANT, "wsd")
 TRACKERS = ("clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")
-"""Trackers of accelerate that need no folder from steelyard, by package name."""
+"""Experiment trackers that accelerate supports without a logging folder, by package name."""
 LEAST_LR_SHARE = 0.1
-"""Share of the peak where the learning rate ends, unless a run says otherwise."""
+"""Default final learning rate, as a fraction of the peak."""
 
 
 def parse_yes(text: str) -> bool:
-    """Return whether ``text`` says yes. Raises `ValueError` if it says neither yes nor no."""
+    """Return whether ``text`` means yes. Raises ValueError if it means neither yes nor no."""
     values = {"yes": True, "true": True, "no": False, "false": False}
     return values[text.lower()] if text.lower() in values else bool(int(text))
 
@@ -53,9 +53,9 @@ def _option(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """Training options, except those that the plan decides (batch, precision, schedule).
+    """Options of a training run, without the plan's decisions (batch, precision, pipeline schedule).
 
-    Raises `UserError` naming the option that is out of range.
+    Raises `UserError` that names an invalid option.
     """
 
     steps: int = _option(100, "training steps", int, least=1)
@@ -163,17 +163,17 @@ class TrainOptions:
 
     @property
     def allowed_changes(self) -> list[str]:
-        """Options that a resumed run may change, by name."""
+        """Options whose values a resumed run may change."""
         return [name.strip().replace("-", "_") for name in self.allow_change.split(",") if name.strip()]
 
     @property
     def trackers(self) -> list[str]:
-        """Experiment trackers by name."""
+        """Package names of experiment trackers."""
         return [name.strip() for name in self.report_to.split(",") if name.strip()]
 
     @property
     def beta_pair(self) -> tuple[float, float]:
-        """Decay rates of the optimizer's moments. Raises `UserError` unless they are two numbers."""
+        """Decay rates of the optimizer's two moments. Raises `UserError` if they are not two numbers."""
         try:
             first, second = map(float, self.betas.split(","))
         except ValueError:
@@ -193,13 +193,13 @@ class TrainOptions:
 
     @property
     def eval_source(self) -> Path | Rows | None:
-        """Evaluation data, of the same kind as the training data."""
+        """Evaluation data, in the form of the training data: a path, or rows if ``--dataset`` is given."""
         if self.eval_data is None or not self.dataset:
             return self.eval_data
         return Rows.parse([str(self.eval_data)])
 
     def of_run(self, data: str | Path | Rows) -> dict[str, str]:
-        """Return the options that decide what is trained, as text."""
+        """Return the options that a checkpoint stores (`RUN_OPTIONS`), as text."""
         given = {name: getattr(self, name) for name in RUN_OPTIONS[1:]}
         given["min_lr"] = f"{LEAST_LR_SHARE:g} of lr" if self.min_lr is None else self.min_lr
         texts = {name: each if isinstance(each, str) else repr(float(each)) for name, each in given.items()}
@@ -210,14 +210,14 @@ class TrainOptions:
 
     @property
     def least_lr(self) -> float:
-        """The learning rate at the end."""
+        """Final learning rate."""
         if self.schedule == CONSTANT:
             return self.lr
         return LEAST_LR_SHARE * self.lr if self.min_lr is None else self.min_lr
 
     @property
     def text(self) -> TextOptions:
-        """Options of tokenization."""
+        """Options for tokenizing text."""
         own = self.init if self.sft and self.init is not None and (self.init / "tokenizer.json").is_file() else None
         return TextOptions(
             completions_alone=self.sft,
@@ -228,14 +228,14 @@ class TrainOptions:
         )
 
     def arguments(self) -> list[str]:
-        """Return the command-line arguments that a parser with `add_train_options` reads back to equal options."""
+        """Return command-line arguments that a parser with `add_train_options` reads back to equal options."""
         given = ((flag(option), getattr(self, option.name)) for option in fields(self))
         values = ((name, each) for name, value in given for each in (value if isinstance(value, tuple) else [value]))
         return [part for name, value in values if value is not None for part in (name, str(value))]
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> Self:
-        """Return the options in the result of a parser that `add_train_options` prepared."""
+        """Build options from the result of a parser that `add_train_options` prepared."""
         return cls(**{option.name: getattr(namespace, option.name) for option in fields(cls)})
 
 

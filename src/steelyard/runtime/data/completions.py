@@ -1,19 +1,19 @@
-"""Samples for fine-tuning: prompts with completions, or conversations; the loss is that of what answers.
+"""Samples for fine-tuning: prompts with completions, or conversations; only answers contribute to the loss.
 
 | columns                  | tokens                                            | targets                               |
 |--------------------------|---------------------------------------------------|---------------------------------------|
-| prompt, completion: text | of both, each by itself, and the end token        | completion and end token              |
-| messages                 | of the tokenizer's chat template                  | the turns of assistants               |
-| prompt, completion:      | likewise, of the messages of both                 | the turns of assistants in completion |
+| prompt, completion: text | both texts, tokenized separately, and end token   | completion and end token              |
+| messages                 | output of the tokenizer's chat template           | turns of the assistant                |
+| prompt, completion:      | output of the template for both lists             | turns of the assistant in completion  |
 | lists of messages        |                                                   |                                       |
 
-Turns of assistants are those that the template marks (``{% generation %}``). Where it marks none, a turn is what the
-conversation up to its end has beyond the prompt for it (``add_generation_prompt``); a template that writes earlier
-turns anew has no such turns, and is refused.
+The assistant's turns are those that the template marks (``{% generation %}``). If it has no marks, a turn consists of
+the tokens by which the conversation up to its end extends the prompt for it (``add_generation_prompt``). A template
+without marks that changes earlier turns is rejected.
 
-A row is one sample: cut after the plan's sequence length, and filled up behind its end, where no token sees it and
-nothing is a target. Rows without targets within that length are left out. The loss is the mean over the targets of a
-global batch. Not done: packing several rows into a sample.
+A row is one sample, truncated to the plan's sequence length or padded at its end; no token sees the padding, and it has
+no targets. Rows without targets within that length are skipped. The loss is the mean over the targets of a global
+batch. Not implemented: packing several rows into a sample.
 """
 
 import hashlib
@@ -36,16 +36,16 @@ TOKEN_IDS, IS_TARGET, NUM_TARGETS = "input_ids", "is_target", "num_targets"
 _ASSISTANT = "assistant"
 _MARKS = re.compile(r"\{%-?\s*generation\b")
 _VERSION = 1
-"""Raised whenever a row becomes other tokens."""
+"""Version of the cached tokens; bump when a row yields different tokens."""
 
 _Turns = tuple[list[int], list[bool]]
-"""Tokens, and which of them are targets."""
+"""Tokens, and for each whether it is a target."""
 
 
 def open_completions(rows: Rows, tokenizer_folder: Path | None, *, seq_len: int) -> "Dataset":
-    """Return the rows that teach something as tokens, kept in the cache of `datasets`, where they are made once.
+    """Return all rows with targets as tokens, cached by `datasets`.
 
-    Raises `UserError` without a tokenizer, `InvalidDataError` for rows that are neither, or none.
+    Raises `UserError` without a tokenizer, and `InvalidDataError` if rows have neither format or none has a target.
     """
     tokenizer, identity = _open_tokenizer(tokenizer_folder)
     made = [_tokenized(source, tokenizer, identity, seq_len) for source in rows.sources]
@@ -61,8 +61,8 @@ def open_completions(rows: Rows, tokenizer_folder: Path | None, *, seq_len: int)
 
 
 def _open_tokenizer(folder: Path | None) -> tuple[Any, str]:
-    """Return a tokenizer of transformers, and what tells it from others."""
-    from transformers import AutoTokenizer  # seconds, which options and the command line do without
+    """Return a transformers tokenizer and a hash that identifies it."""
+    from transformers import AutoTokenizer  # takes seconds, which parsing options does not need
 
     if folder is None:
         raise UserError(
@@ -74,7 +74,7 @@ def _open_tokenizer(folder: Path | None) -> tuple[Any, str]:
     folder = folder.parent if folder.is_file() else folder
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # of many kinds
+    except Exception as error:  # many types
         raise InvalidDataError(
             field="tokenizer",
             found=f"{folder}: {str(error).splitlines()[0]}",
@@ -129,7 +129,7 @@ def _tokenized(source: Source, tokenizer: Any, identity: str, seq_len: int) -> "
 
 
 class _RowError(ValueError):
-    """A row is invalid; the message is the reason."""
+    """An invalid row."""
 
 
 def _written(tokenizer: Any, row: Sequence[Any]) -> _Turns:
@@ -175,7 +175,7 @@ def _conversed(tokenizer: Any, row: Sequence[Any]) -> _Turns:
                 is_target[len(before) : len(after)] = [True] * (len(after) - len(before))
     except _RowError:
         raise
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # a template can raise anything
         raise _RowError(f"what the chat template refuses: {str(error).splitlines()[0]}") from error
     return tokens, is_target
 

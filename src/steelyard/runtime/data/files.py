@@ -2,12 +2,12 @@
 
 | name            | tokens                                                                                 |
 |-----------------|----------------------------------------------------------------------------------------|
-| ``.npy``        | a one-dimensional array of whole numbers                                               |
-| ``.uint16.bin`` | unsigned 16-bit little-endian numbers; so with ``uint8`` and ``uint32``                |
-| ``.bin``        | unsigned 16-bit numbers where the vocabulary has at most 65,536 tokens, else 32-bit    |
+| ``.npy``        | one-dimensional array of integers                                                      |
+| ``.uint16.bin`` | unsigned 16-bit little-endian integers; likewise ``uint8`` and ``uint32``              |
+| ``.bin``        | unsigned integers of 16 bits if the vocabulary has at most 65,536 tokens, else 32 bits |
 
-A memory map says what a file holds, and no more: tokens are read, since where a file shrinks under a running job a map
-ends the process with SIGBUS, and a read says what happened.
+A memory map is used only to find the type and number of tokens. The tokens themselves are read, because if a file
+shrinks during a run, a memory map kills the process with SIGBUS, but a read raises an error.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _NAMED_TYPES = {".uint8": "<u1", ".uint16": "<u2", ".uint32": "<u4"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
-    """A file of ``num_tokens`` token ids of type ``dtype`` that begin ``offset_bytes`` into it."""
+    """A file of ``num_tokens`` token ids of type ``dtype``, starting at byte ``offset_bytes``."""
 
     path: Path
     dtype: np.dtype[np.integer]
@@ -33,7 +33,7 @@ class TokenFile:
     num_tokens: int
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """``count`` token ids from token ``first`` on, as 64-bit numbers.
+        """Return ``count`` token ids from token ``first`` on, as 64-bit integers.
 
         Raises `InvalidDataError` if the file no longer holds them.
         """
@@ -54,7 +54,7 @@ def is_token_file(path: Path) -> bool:
 
 
 def open_token_file(path: Path, *, vocab_size: int) -> TokenFile:
-    """Return the token file at ``path``. Raises `InvalidDataError` if it is none."""
+    """Open the token file at ``path``. Raises `InvalidDataError` if it is not one."""
     named = Path(path.stem).suffix
     raw_type = named if named in _NAMED_TYPES else smallest_type(vocab_size, least=".uint16")
     try:
@@ -78,12 +78,12 @@ def open_token_file(path: Path, *, vocab_size: int) -> TokenFile:
 
 
 def open_bytes(path: Path) -> TokenFile:
-    """Return a file whose bytes are its tokens."""
+    """Open a file whose bytes are its tokens."""
     return TokenFile(path=path, dtype=np.dtype(np.uint8), offset_bytes=0, num_tokens=path.stat().st_size)
 
 
 def smallest_type(vocab_size: int, *, least: str = ".uint8") -> str:
-    """Return the name, in a file's name, of the smallest type that holds all tokens of a vocabulary."""
+    """Return the file-name suffix of the smallest type that holds all tokens of a vocabulary."""
     if vocab_size > _MOST_UINT16_TOKENS:
         return ".uint32"
     return ".uint16" if vocab_size > NUM_BYTE_TOKENS else least

@@ -1,17 +1,17 @@
-r"""The order in which a run reads its samples: a permutation for every epoch, worked out place by place.
+r"""Sample order of a run: a permutation for every epoch, computed one position at a time.
 
-Sample $i$ of a run lies in epoch $e = \lfloor i / n \rfloor$ at place $i \bmod n$, and is data sample
+Sample $i$ of a run is in epoch $e = \lfloor i / n \rfloor$ at position $i \bmod n$, and is data sample
 $\pi_{\text{seed},e}(i \bmod n)$. The permutation $\pi$ is a balanced Feistel network of four rounds on the smallest
-even number of bits that holds $n$, repeated until the result is below $n$: a step costs a few multiplications and no
-memory, whereas a shuffled list of a trillion-token corpus would take a gigabyte on every rank.
+even number of bits that holds $n$, applied repeatedly until the result is below $n$. A lookup costs a few
+multiplications and no memory, but a shuffled list for a trillion-token corpus would take a gigabyte on every rank.
 
 | symbol | argument      | meaning                              |
 |--------|---------------|--------------------------------------|
-| $n$    | `num_samples` | samples of the data                  |
-| $i$    | `sample`      | samples of the run before this one   |
+| $n$    | `num_samples` | number of data samples               |
+| $i$    | `sample`      | index of the sample in the run       |
 
-Sources: Luby and Rackoff 1988 (four rounds); Black and Rogaway 2002 (walking the cycle); Steele et al. 2014, figure 15
-(the mixing function). Not modelled: secrecy; the order is only meant to look like no order.
+Sources: Luby and Rackoff 1988 (four rounds); Black and Rogaway 2002 (cycle walking); Steele et al. 2014, figure 15
+(mixing function). The order is not cryptographically secure; it only needs to look random.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOrder:
-    """Mapping from the samples of a run to data samples; depends only on these two numbers."""
+    """Map from the samples of a run to data samples; depends only on ``num_samples`` and ``seed``."""
 
     num_samples: int
     seed: int
@@ -44,9 +44,9 @@ class SampleOrder:
 
 
 def rank_samples(*, global_batch: int, num_microbatches: int, degree: int, index: int) -> list[int]:
-    """Return the samples of a global batch that share ``index`` of ``degree`` trains on, microbatch after microbatch.
+    """Return the samples of a global batch in share ``index`` of ``degree``, microbatch by microbatch.
 
-    A microbatch is a run of neighbouring samples, and each share of it too.
+    A microbatch consists of consecutive samples, and so does each share of it.
     """
     samples = global_batch // num_microbatches
     share = samples // degree
@@ -56,7 +56,7 @@ def rank_samples(*, global_batch: int, num_microbatches: int, degree: int, index
 
 
 def mixed(value: int) -> int:
-    """Return a 64-bit number that depends on every bit of ``value``."""
+    """Return a 64-bit hash that depends on every bit of ``value``."""
     value = (value + _GOLDEN) & _WORD
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD

@@ -1,18 +1,18 @@
-"""Text as a token file: made once, kept in the cache, and found there by every process and every later run.
+"""Conversion of text to a token file, written once and cached for every process and every later run.
 
-A text file that is read as bytes is used where it lies. Everything else is written to a raw token file whose name is a
-hash of what enters it: the tokenizer and the names, sizes and times of the text files.
+A text file that is read as bytes is used in place. All other text is written to a raw token file whose name is a hash
+of its inputs: the tokenizer and the names, sizes and times of the text files.
 
 | data                       | documents                                                                  |
 |----------------------------|----------------------------------------------------------------------------|
 | a text file                | its content                                                                |
-| JSON lines, other `Rows`   | the text in one column (``text`` unless told otherwise) of each row        |
-| a folder                   | those of its text files, folder by folder in the order of their names      |
+| JSON lines, other `Rows`   | the text in one column (default: ``text``) of each row                     |
+| a folder                   | documents of its text files, folder by folder in the order of their names  |
 
-In a folder hidden files, links, binary files and files that are no UTF-8 are left out; a file that is named directly
-must be text. The tokens of a document are its bytes, or what a Hugging Face tokenizer makes of it. Between documents
-stands an end token: byte 0 for bytes, else the ``eos_token`` that the ``tokenizer_config.json`` beside the
-``tokenizer.json`` names; without one, documents follow each other directly.
+In a folder, hidden files, links, binary files and files that are not UTF-8 are skipped; a file given by its path must
+be text. The tokens of a document are its bytes, or the output of a Hugging Face tokenizer. An end token follows each
+document: byte 0 for bytes, otherwise the ``eos_token`` of the ``tokenizer_config.json`` in the tokenizer's folder.
+Without an ``eos_token``, documents follow each other directly.
 """
 
 import codecs
@@ -40,12 +40,12 @@ _DOCUMENTS_AT_ONCE = 256
 
 
 class ByteTokenizer:
-    """Turns documents into token ids below ``vocab_size``: their bytes; ``identity`` differs where the ids would."""
+    """Tokenizer whose token ids are bytes, below ``vocab_size``; ``identity`` differs if the token ids would."""
 
     vocab_size = NUM_BYTE_TOKENS
     identity = "bytes"
     mask_token: int | None = NUM_BYTE_TOKENS
-    """The token that stands for a hidden one, for bytes the first that is none; None where the vocabulary has none."""
+    """Mask token: for bytes, the first id that is not a byte; None if the vocabulary has no mask token."""
 
     def encode(self, documents: Iterable[str]) -> Iterator[np.ndarray]:
         """Yield the bytes of each document and a zero byte."""
@@ -57,7 +57,7 @@ class HubTokenizer(ByteTokenizer):
     """A Hugging Face ``tokenizer.json``; raises `InvalidDataError` if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer  # which the options of a run, and so the command line, do without
+        from tokenizers import Tokenizer  # not needed to parse the options of a run
 
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
@@ -79,7 +79,7 @@ class HubTokenizer(ByteTokenizer):
         self.identity = hashlib.sha256(f"{self._end}\n{content}".encode()).hexdigest()
 
     def encode(self, documents: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yield the tokens of each document, without the tokenizer's special tokens, followed by the end token."""
+        """Yield the tokens of each document, without the tokenizer's special tokens, and the end token."""
         end = [] if self._end is None else [self._end]
         remaining = iter(documents)
         while group := list(islice(remaining, _DOCUMENTS_AT_ONCE)):
@@ -91,12 +91,12 @@ class HubTokenizer(ByteTokenizer):
 
 
 def open_tokenizer(path: Path | None) -> ByteTokenizer:
-    """Return the tokenizer at ``path``, a ``tokenizer.json`` or the folder of one; bytes without a path."""
+    """Open the tokenizer at ``path``, a ``tokenizer.json`` or its folder; without a path, tokens are bytes."""
     return ByteTokenizer() if path is None else HubTokenizer(path)
 
 
 def _special_tokens(config: Path) -> dict[str, str]:
-    """Return the special tokens that a tokenizer's config names, each by its text."""
+    """Return the texts of the end and mask tokens that a tokenizer's config names."""
     if not config.is_file():
         return {}
     try:
@@ -121,7 +121,7 @@ _PROBED_BYTES = 1 << 16
 
 
 def documents(path: Path | Rows, *, text_key: str) -> Iterator[str]:
-    """Yield the documents at ``path`` in order. Raises `InvalidDataError` for a row that has no text."""
+    """Yield the documents at ``path`` in order. Raises `InvalidDataError` for a row without text."""
     if isinstance(path, Rows):
         yield from path.documents(text_key)
         return
@@ -129,7 +129,7 @@ def documents(path: Path | Rows, *, text_key: str) -> Iterator[str]:
         if file.suffix in JSON_LINES_SUFFIXES:
             yield from Rows((Source(str(file), "train", None),)).documents(text_key)
         elif path.is_dir():
-            with suppress(OSError, UnicodeDecodeError):  # left out: unreadable, binary or not UTF-8
+            with suppress(OSError, UnicodeDecodeError):  # skipped: unreadable, binary or not UTF-8
                 content = file.read_bytes().decode()
                 yield from [content] if content and "\0" not in content else []
         else:
@@ -141,7 +141,7 @@ def documents(path: Path | Rows, *, text_key: str) -> Iterator[str]:
 
 
 def text_files(path: Path) -> list[Path]:
-    """Return the file at ``path``, or the text files below the folder, in the order in which they are read."""
+    """Return the file at ``path``, or the text files below the folder, in reading order."""
     if path.is_file():
         return [path]
     found: list[Path] = []
@@ -177,28 +177,28 @@ def _no_text(file: Path, reason: str) -> InvalidDataError:
 _logger = logging.getLogger(__name__)
 
 SYNTHETIC = "synthetic"
-"""The name of data that is made up."""
+"""Name of synthetic data."""
 _VERSION = 1
-"""Raised whenever the same text becomes other tokens."""
+"""Version of the token cache; bump when the same text yields different tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """Options of tokenization: the tokenizer (None: bytes), the column of rows, and the maximum number of bytes."""
+    """Options for tokenizing text: tokenizer (bytes without one), column of rows, and maximum number of bytes."""
 
     tokenizer: Path | None = None
     text_key: str = "text"
     max_bytes: int | None = None
     mask_token: int | None = None
-    """The token that hides another in masked-token prediction, where the tokenizer names none."""
+    """Mask token for masked-token prediction; takes precedence over the tokenizer's."""
     completions_alone: bool = False
-    """Whether rows are prompts with completions, or conversations, and the loss is that of what answers."""
+    """Whether rows are prompts with completions, or conversations, and only answers contribute to the loss."""
 
 
 def prepare_data(
     data: Path | Rows | None, options: TextOptions, *, task: Task = Task.CAUSAL_LM, seq_len: int = 0
 ) -> None:
-    """Check the data and tokenize text before a run starts, so that no process waits for it."""
+    """Check the data and tokenize text before a run starts, so that no process has to wait for it."""
     if isinstance(data, Rows):
         check_rows(task, options)
         if options.completions_alone:
@@ -214,7 +214,7 @@ def prepare_data(
 
 
 def check_rows(task: Task, options: TextOptions) -> None:
-    """Raise `UserError` unless rows are data for the task."""
+    """Raise `UserError` unless the task can be trained on rows."""
     if not task.reads_text or task.reads_features:
         raise UserError(
             field="--dataset",
@@ -232,9 +232,9 @@ def check_rows(task: Task, options: TextOptions) -> None:
 
 
 def prepare_text(data: Path | Rows, options: TextOptions, *, folder: Path | None = None) -> Path:
-    """Return the token file of text, written now if it is new.
+    """Return the token file of a text, and write it if it is not in the cache.
 
-    ``folder`` is that of the cache. Raises `InvalidDataError` where there is no text or no room to write.
+    ``folder`` is the cache folder. Raises `InvalidDataError` if there is no text or the tokens cannot be written.
     """
     tokenizer = open_tokenizer(options.tokenizer)
     if (
@@ -254,8 +254,8 @@ def prepare_text(data: Path | Rows, options: TextOptions, *, folder: Path | None
 
 
 def check_data_path(path: str | Path) -> None:
-    """Raise `InvalidDataError` if there is nothing at ``path``."""
-    if not os.path.exists(path):  # which calls a path too long no mistake of its own
+    """Raise `InvalidDataError` if ``path`` does not exist."""
+    if not os.path.exists(path):  # returns False for a path that is too long
         raise InvalidDataError(
             found=f"nothing at {path}",
             expected="text, JSON lines, a folder of text, token ids (.npy, .bin), or a folder of images or arrays",
@@ -264,7 +264,7 @@ def check_data_path(path: str | Path) -> None:
 
 
 def mask_token(data: str | Path | Rows, options: TextOptions) -> int | None:
-    """Return the token that hides another: as given, else the tokenizer's."""
+    """Return the mask token: the given one, otherwise the tokenizer's (None for a token file)."""
     if options.mask_token is not None or (not isinstance(data, Rows) and is_token_file(Path(data))):
         return options.mask_token
     return open_tokenizer(options.tokenizer).mask_token
@@ -328,7 +328,7 @@ def _write(target: Path, path: Path | Rows, options: TextOptions, tokenizer: Byt
 
 
 def _limited(texts: Iterator[str], max_bytes: int | None) -> Iterator[str]:
-    """Yield the beginning of the documents: ``max_bytes`` bytes in all, the last one cut between characters."""
+    """Yield the first ``max_bytes`` bytes of the documents; the last document is cut between characters."""
     if max_bytes is None:
         yield from texts
         return

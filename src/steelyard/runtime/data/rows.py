@@ -1,16 +1,16 @@
-"""Rows of `datasets`: of files, of folders, of ids on the Hub, or a mixture of these.
+"""Rows read by `datasets` from files, folders, Hub ids or a mixture of these.
 
 | written                    | rows                                                                                  |
 |----------------------------|---------------------------------------------------------------------------------------|
 | ``rows.jsonl``             | a file: JSON lines, Parquet, CSV, text, Arrow                                         |
-| ``folder``                 | what `Dataset.save_to_disk` wrote, or data files                                      |
-| ``owner/name``             | a data set of the Hub, or of the local cache of `datasets`                            |
-| ``rows.jsonl@train[:90%]`` | a split or a slice of one, as `datasets` writes them; ``train`` unless told otherwise |
+| ``folder``                 | a folder written by `Dataset.save_to_disk`, or a folder of data files                 |
+| ``owner/name``             | a data set on the Hub, or in the local cache of `datasets`                            |
+| ``rows.jsonl@train[:90%]`` | a split or a slice of one, in the syntax of `datasets` (default: ``train``)           |
 | ``rows.jsonl:0.7``         | a part of a mixture with this weight                                                  |
 
-Several sources without weights follow each other, each row once. With weights every row is drawn from one of them with
-a probability in proportion to its weight, until each source has been read to its end (`interleave_datasets`,
-``all_exhausted``): rows of the others come again. Weights are shares of rows, not of tokens.
+Several sources without weights are concatenated, each row once. With weights, every row is drawn from a source with a
+probability proportional to the source's weight, until every source has been read to its end (`interleave_datasets`,
+``all_exhausted``); rows of sources that end earlier repeat. Weights are fractions of rows, not of tokens.
 """
 
 import os
@@ -29,26 +29,26 @@ FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt
 _WRITTEN = re.compile(r"(?P<name>.+?)(?:@(?P<split>[^@/]+?))?(?::(?P<weight>[-+]?\d[\d.eE+-]*))?")
 _SAVED = "dataset_info.json"
 _MIXING_SEED = 0
-"""Seed for the draws of a mixture; the run's own seed decides the order in which it reads rows."""
+"""Seed for drawing a mixture; the order in which a run reads rows has the run's seed."""
 _ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A part of a mixture: where its rows are, and its weight."""
+    """A source of rows, with its split and its weight in a mixture."""
 
     name: str
     split: str
     weight: float | None
 
     def load(self) -> "Dataset":
-        """Return the rows. Raises `InvalidDataError` if there are none."""
+        """Load the rows. Raises `InvalidDataError` if there are none."""
         datasets = _datasets()
         path = Path(self.name)
         if not path.exists() and (path.suffix in FILE_SUFFIXES or path.is_absolute()):
             raise self._wrong(f"nothing at {self.name}", "check the path")
         try:
-            if path.is_file():  # the builder is chosen by the file's suffix
+            if path.is_file():  # datasets chooses the builder by the file's suffix
                 rows = datasets.load_dataset(str(path.parent.resolve()), data_files=path.name, split=self.split)
             elif (path / _SAVED).is_file():
                 rows = datasets.load_from_disk(str(path))
@@ -56,7 +56,7 @@ class Source:
                 rows = datasets.load_dataset(self.name, split=self.split)
         except StopIteration:
             raise self._wrong(f"no rows in {self.name}") from None
-        except Exception as error:  # of many kinds, those of readers of formats among them
+        except Exception as error:  # many types, including those of format readers
             cause = str(error.__cause__ or error).splitlines()
             raise self._wrong(f"{self.name}@{self.split}: {cause[0] if cause else type(error).__name__}") from error
         if not len(rows):
@@ -70,13 +70,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one source or several."""
+    """Rows of one or several sources."""
 
     sources: tuple[Source, ...]
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Self:
-        """Read sources as they are written. Raises `InvalidDataError` for weights that make no mixture."""
+        """Parse sources as written. Raises `InvalidDataError` if the weights do not form a mixture."""
         sources = []
         for text in texts:
             found = _WRITTEN.fullmatch(text)
@@ -96,7 +96,7 @@ class Rows:
         return cls(tuple(sources))
 
     def __str__(self) -> str:
-        """Return the text that identifies a run's data."""
+        """Return the sources as written, without folders, to identify a run's data."""
         parts = ((f"@{each.split}", each) for each in self.sources)
         return " ".join(
             Path(each.name).name + split * (split != "@train") + (f":{each.weight:g}" if each.weight else "")
@@ -104,7 +104,7 @@ class Rows:
         )
 
     def documents(self, column: str) -> Iterator[str]:
-        """Yield the texts of a column. Raises `InvalidDataError` for a row that has none."""
+        """Yield the texts of a column. Raises `InvalidDataError` for a row without text."""
         parts = [(each, each.load()) for each in self.sources]
         for source, rows in parts:
             check_columns(source, rows, (column,), "the column of the text: --text-key")
@@ -121,7 +121,7 @@ class Rows:
                 yield text
 
     def mixed(self, parts: "Sequence[Dataset]") -> "Dataset":
-        """Return the rows of all sources in one, in proportion to their weights."""
+        """Return one data set with the rows of all sources, mixed by their weights."""
         datasets = _datasets()
         if len(parts) == 1:
             return parts[0]
@@ -134,18 +134,18 @@ class Rows:
         )
 
     def identity(self) -> list[Any]:
-        """Return what changes where the rows do: files of `datasets` with their times, splits, weights."""
+        """Return a value that changes if the rows do: sources, splits, weights, and stored files with their times."""
         return [[each.name, each.split, each.weight, stored_files(each.load())] for each in self.sources]
 
 
 def stored_files(rows: "Dataset") -> list[Any]:
-    """Return the files that hold rows, with their times, and the number of rows that are taken of them."""
+    """Return the number of rows, and the files that hold them with their modification times."""
     files = [each["filename"] for each in rows.cache_files]
     return [len(rows), *([file, os.stat(file).st_mtime_ns] for file in files)]
 
 
 def check_columns(source: Source, rows: "Dataset", wanted: Sequence[str], expected: str) -> None:
-    """Raise `InvalidDataError` if rows lack a wanted column."""
+    """Raise `InvalidDataError` unless the rows have the wanted columns."""
     if not set(wanted) <= set(rows.column_names):
         raise InvalidDataError(
             found=f"columns {', '.join(rows.column_names)} in {source.name}@{source.split}",
@@ -164,7 +164,7 @@ def _wrong_weights(texts: Sequence[str]) -> InvalidDataError:
 
 
 def _datasets() -> Any:
-    """Return the package, which says nothing by itself. Raises `InvalidDataError` if it is not installed."""
+    """Return the package `datasets` with its output silenced. Raises `InvalidDataError` if it is not installed."""
     try:
         import datasets
     except ImportError as error:
@@ -174,5 +174,5 @@ def _datasets() -> Any:
             hint='pip install "steelyard[train]"',
         ) from error
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is raised as well
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised as well
     return datasets

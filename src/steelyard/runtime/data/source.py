@@ -1,20 +1,20 @@
-"""Data of ``--data PATH`` for a model: token files are read unchanged, text is tokenized, other data are folders.
+"""Samples from ``--data PATH``: token files are read directly, text is tokenized, other data is read from folders.
 
 | model                 | a folder                                                                                     |
 |-----------------------|----------------------------------------------------------------------------------------------|
-| image classification  | the images of its subfolders in the order of names; a subfolder is a class, numbered by name |
-| features beside text  | ``features.npy`` [N, ...] of the model's shape and ``tokens.npy`` [N, S] with the token ids  |
+| image classification  | images of its subfolders in name order; each subfolder is a class, numbered by name          |
+| features with text    | ``features.npy`` [N, ...] of the model's shape and ``tokens.npy`` [N, S] with token ids      |
 
-``synthetic`` makes samples up: of images noise over a pattern of each class's own, so that there is something to learn;
-of features noise, with token ids without meaning.
+``synthetic`` generates samples. Images are noise over a pattern per class, so that there is something to learn.
+Features are noise, with random token ids.
 
-An image file is scaled until it just covers the model's image, cut to its middle, and its values are mapped from 0…255
-to -1…1, by Pillow. Of token ids that are longer than the plan's sequences the first are read; -100 stands where there
-is no target. Beside images they are the text alone, which stands behind the places of the image. Not done: random
-crops, flips and other augmentation; text before an image; features of files of sound or images, which a model's own
-feature extractor makes.
+An image file is scaled until it just covers the model's image size and cropped to its centre (with Pillow); values are
+mapped from 0…255 to -1…1. Rows of token ids that are longer than the plan's sequences are truncated; -100 marks a
+position without a target. In models of images with text, token ids cover only the text, which follows the positions of
+the image. Not implemented: random crops, flips and other augmentation; text before an image; features from sound or
+image files, which a model's own feature extractor makes.
 
-Samples for a user's own module: tensors of a file, by the names that they have in the sample, or that sample.
+Samples for a user's own module are tensors of a file, named as in the module's sample, or that sample itself.
 """
 
 from abc import ABC, abstractmethod
@@ -50,7 +50,7 @@ from steelyard.runtime.data.tokens import MadeUpTokens, MaskedData, PrefixLmData
 
 
 class OwnData:
-    """Samples in an order that the seed decides: rows of a safetensors file, or of the module's own sample."""
+    """Samples for a user's own module, in a seeded order: rows of a safetensors file or of the module's sample."""
 
     def __init__(self, path: Path, model: OwnModel, *, seed: int) -> None:
         own = model.split
@@ -79,7 +79,7 @@ class OwnData:
         self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
 
     def read(self, samples: list[int]) -> Any:
-        """Return these samples as one batch, in the structure of the sample that was planned with."""
+        """Return these samples in the structure of the sample that was planned with."""
         rows = [self._order.data_sample(sample) for sample in samples]
         taken = iter(torch.stack([each[row : row + 1][0] for row in rows]) for each in self._tensors)
         leaves = [next(taken) if isinstance(each, Tensor) else each for each in self._leaves]
@@ -87,7 +87,7 @@ class OwnData:
 
 
 def _opened_tensors(path: Path, names: list[str]) -> list[Any]:
-    """Tensors of a file of which rows can be read. Raises `InvalidDataError` if one is missing."""
+    """Return slices of a file's tensors, which rows can be read from. Raises `InvalidDataError` if one is missing."""
     check_data_path(path)
     try:
         file = safe_open(path, framework="pt")
@@ -112,14 +112,14 @@ FEATURES, TOKENS = "features.npy", "tokens.npy"
 
 
 class SyntheticFeatures:
-    """Noise that the seed and a sample's number decide, with the samples of ``tokens``."""
+    """Noise as features, determined by the seed and the sample number, with the samples of ``tokens``."""
 
     def __init__(self, features: SplitFeatures, tokens: TokenData, *, seed: int) -> None:
         self.num_samples = tokens.num_samples
         self._features, self._tokens, self._seed = features, tokens, mixed(seed)
 
     def read(self, samples: list[int]) -> Samples:
-        """Features [len, ...] and token ids [len, S]."""
+        """Read features [len, ...] and token ids [len, S]."""
         shape = self._features.shape
         noise = [np.random.default_rng((self._seed, each)).standard_normal(shape, np.float32) for each in samples]
         labels = fitting_tokens(self._tokens.read(samples)[:, :-1], self._features)
@@ -127,7 +127,7 @@ class SyntheticFeatures:
 
 
 class FeatureFolder:
-    """Arrays of a folder, in an order that the seed decides; raises `InvalidDataError` if they are not the model's."""
+    """Arrays of a folder, in a seeded order. Raises `InvalidDataError` if their shapes do not fit the model."""
 
     def __init__(self, folder: Path, of: SplitFeatures, *, seq_len: int, vocab_size: int, seed: int) -> None:
         self._features, self._tokens = (_opened(folder / name) for name in (FEATURES, TOKENS))
@@ -142,7 +142,7 @@ class FeatureFolder:
         self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
 
     def read(self, samples: list[int]) -> Samples:
-        """Features [len, ...] and token ids [len, S]."""
+        """Read features [len, ...] and token ids [len, S]."""
         places = [self._order.data_sample(each) for each in samples]
         features = np.stack([self._features[place] for place in places]).astype(np.float32)
         tokens = np.stack([self._tokens[place, : self._seq_len] for place in places]).astype(np.int64)
@@ -185,7 +185,7 @@ _PATTERN_SIZE = 4
 
 
 class ImageData(ABC):
-    """Images of ``shape``, channels × height × width, and their classes, in an order that the seed decides."""
+    """Images of ``shape``, channels × height × width, and their classes, in a seeded order."""
 
     def __init__(self, shape: tuple[int, int, int], *, num_samples: int, seed: int) -> None:
         self.num_samples, self._shape = num_samples, shape
@@ -193,23 +193,23 @@ class ImageData(ABC):
 
     @abstractmethod
     def image(self, data_sample: int) -> tuple[np.ndarray, int]:
-        """Return the values [C, H, W], from -1 to 1, of one image, and its class."""
+        """Return the values [C, H, W], from -1 to 1, and the class of one image."""
 
     def read(self, samples: list[int]) -> Samples:
-        """Images [len, C, H, W] and their classes."""
+        """Read images [len, C, H, W] and their classes."""
         images, classes = zip(*(self.image(self._order.data_sample(sample)) for sample in samples), strict=True)
         return Samples(inputs=torch.from_numpy(np.stack(images)), labels=torch.tensor(classes))
 
 
 class SyntheticImages(ImageData):
-    """Endless images: the pattern of a class in blocks, with noise that the seed and the image's number decide."""
+    """Synthetic images: a block pattern per class, with noise determined by the seed and the image number."""
 
     def __init__(self, shape: tuple[int, int, int], num_classes: int, *, seed: int) -> None:
         super().__init__(shape, num_samples=_NUM_SYNTHETIC, seed=seed)
         self._num_classes, self._seed = num_classes, seed
 
     def image(self, data_sample: int) -> tuple[np.ndarray, int]:
-        """Return a noisy pattern."""
+        """Return a noisy pattern and its class."""
         label = data_sample % self._num_classes
         pattern = np.random.default_rng((mixed(self._seed), 0, label)).uniform(
             -0.5, 0.5, (self._shape[0], _PATTERN_SIZE, _PATTERN_SIZE)
@@ -220,7 +220,7 @@ class SyntheticImages(ImageData):
 
 
 class ImageFolder(ImageData):
-    """The images of a folder of classes; raises `InvalidDataError` if there are none, or more classes than outputs."""
+    """Images of a folder of classes. Raises `InvalidDataError` if there are none, or more classes than outputs."""
 
     def __init__(self, folder: Path, shape: tuple[int, int, int], num_classes: int, *, seed: int) -> None:
         classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -244,7 +244,7 @@ class ImageFolder(ImageData):
         super().__init__(shape, num_samples=len(self._files), seed=seed)
 
     def image(self, data_sample: int) -> tuple[np.ndarray, int]:
-        """Return an image of the folder. Raises `InvalidDataError` if it cannot be read any more."""
+        """Return an image of the folder and its class. Raises `InvalidDataError` if it cannot be read."""
         file, label = self._files[data_sample]
         return _read_image(file, self._shape), label
 
@@ -272,11 +272,11 @@ def _read_image(file: Path, shape: tuple[int, int, int]) -> np.ndarray:
 
 
 NO_SAMPLE = -1
-"""Placeholder for a sample: nothing to read, and no target."""
+"""Placeholder for a sample: nothing is read, and it has no target."""
 
 
 class CompletionData:
-    """Rows of `open_completions` as samples of one length, in an order that the seed decides."""
+    """Rows of `open_completions` as samples of one length, in a seeded order."""
 
     def __init__(self, rows: Rows, text: TextOptions, *, seq_len: int, seed: int) -> None:
         found = open_completions(rows, text.tokenizer, seq_len=seq_len)
@@ -286,7 +286,7 @@ class CompletionData:
         self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
 
     def read(self, samples: list[int]) -> Samples:
-        """Tokens [len, S] and, where the next one is a target, that one; `NO_SAMPLE` has none."""
+        """Read tokens [len, S] and labels [len, S]: the next token if it is a target. `NO_SAMPLE` has no targets."""
         inputs = np.zeros((len(samples), self._seq_len), dtype=np.int64)
         labels = np.full_like(inputs, IGNORED)
         for place, sample in enumerate(samples):
@@ -298,23 +298,23 @@ class CompletionData:
         return Samples(inputs=torch.from_numpy(inputs), labels=torch.from_numpy(labels))
 
     def num_targets(self, samples: Iterable[int]) -> int:
-        """Targets of some samples, which no rank needs to read for it."""
+        """Return the number of targets in some samples, without reading the samples."""
         return sum(int(self._num_targets[self._order.data_sample(each)]) for each in samples if each != NO_SAMPLE)
 
 
 SampleData: TypeAlias = (
     TokenData | PrefixLmData | MaskedData | CompletionData | ImageData | FeatureFolder | SyntheticFeatures
 )
-"""Samples in an order that no plan changes."""
+"""Samples in an order that does not depend on the plan."""
 
 
 def open_samples(
     path: str | Path | Rows, text: TextOptions, chain: ModelChain, *, seq_len: int, seed: int
 ) -> SampleData:
-    """Return the samples of some data for what a model is trained for.
+    """Open data as samples for the model's task.
 
-    Raises `InvalidDataError` if a path is missing, holds nothing of the kind, is shorter than one sample, or does not
-    belong to the model's vocabulary or classes.
+    Raises `InvalidDataError` if the path does not exist, holds no data of the required type, is shorter than one
+    sample, or does not fit the model's vocabulary or classes.
     """
     task, is_made_up = chain.family.task, str(path) == SYNTHETIC
     if isinstance(path, Rows):
@@ -351,7 +351,7 @@ def _open_tokens(
 
 
 def open_data(path: str | Path | Rows, text: TextOptions, *, seq_len: int, vocab_size: int, seed: int) -> TokenData:
-    """Return the samples of next-token prediction from a token file, text or rows; ``synthetic`` ones are made up."""
+    """Open a token file, text, rows or ``synthetic`` tokens as samples for next-token prediction."""
     if not isinstance(path, Rows):
         path = Path(path)
         if str(path) == SYNTHETIC:

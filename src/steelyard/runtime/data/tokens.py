@@ -1,18 +1,18 @@
-"""Samples of token ids from a stream of tokens, for each task of text.
+"""Samples of token ids, cut from a stream of tokens, for each text task.
 
 | task              | a sample                                                                                         |
 |-------------------|--------------------------------------------------------------------------------------------------|
-| next token        | ``seq_len`` + 1 consecutive tokens, sample ``i`` from token ``i · seq_len`` on                   |
-| encoder, decoder  | ``seq_len`` tokens to read, and the ``seq_len`` tokens after them to write                       |
+| next token        | ``seq_len`` + 1 consecutive tokens; sample ``i`` starts at token ``i · seq_len``                 |
+| encoder, decoder  | ``seq_len`` source tokens, and the ``seq_len`` tokens after them as targets                      |
 | masked token      | ``seq_len`` consecutive tokens, some hidden; labels elsewhere are `IGNORED`                      |
 
-Exactly ``num_masked(seq_len)`` tokens of a masked sample are chosen, by a generator that the seed and the sample's
-number in the run decide: every plan and a resumed run hide the same tokens, another epoch hides others, and every rank
-knows the number of predictions in a global batch without asking. Of the chosen ones 80 % are replaced by the mask
-token, 10 % by any token, and 10 % stay.
+Exactly ``num_masked(seq_len)`` tokens of a masked sample are chosen, by a generator seeded with the seed and the sample
+number in the run. Every plan and every resumed run therefore hides the same tokens, another epoch hides different ones,
+and every rank knows the number of predictions in a global batch without communication. The mask token replaces 80 % of
+the chosen tokens, a random token 10 %, and 10 % stay unchanged.
 
 Sources: Devlin et al. 2019, section 3.1, where the number is 15 % on average and not exact per sample; Raffel et al.
-2020, section 3.2.1 (prefix language modelling). Not done: span corruption.
+2020, section 3.2.1 (prefix language modelling). Not implemented: span corruption.
 """
 
 from dataclasses import dataclass
@@ -29,20 +29,22 @@ from steelyard.runtime.data.order import SampleOrder, mixed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Some samples: what enters the first layer and what the last one compares with, the sample first in both."""
+    """Inputs of the first layer and labels for the last layer; the first dim of both counts samples."""
 
     inputs: Tensor
     labels: Tensor
 
     @classmethod
     def of(cls, read: "Tensor | Samples") -> "Samples":
-        """Samples as they are, or those of next-token prediction in token ids [N, S + 1]."""
+        """Return samples unchanged, or split token ids [N, S + 1] into inputs and labels for next-token prediction."""
         return cls(inputs=read[:, :-1], labels=read[:, 1:]) if isinstance(read, Tensor) else read
 
 
 class MadeUpTokens:
-    """A long stream of tokens without meaning, evenly drawn from the vocabulary; token ``i`` is a hash of the seed and
-    ``i`` (splitmix64: Steele, Lea and Flood 2014)."""
+    """A long stream of random tokens, uniform over the vocabulary.
+
+    Token ``i`` is a hash of the seed and ``i`` (splitmix64: Steele, Lea and Flood 2014).
+    """
 
     num_tokens = 1 << 40
 
@@ -50,7 +52,7 @@ class MadeUpTokens:
         self._vocab_size, self._seed = vocab_size, seed
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """``count`` token ids from token ``first`` on, as 64-bit numbers."""
+        """Return ``count`` token ids from token ``first`` on, as 64-bit integers."""
         mixed = np.arange(first, first + count, dtype=np.uint64) + (np.uint64(self._seed) << np.uint64(32))
         mixed = (mixed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -59,7 +61,7 @@ class MadeUpTokens:
 
 
 class TokenData:
-    """Samples of ``seq_len`` + 1 tokens from a stream of tokens, in an order that the seed decides.
+    """Samples of ``seq_len`` + 1 tokens from a stream of tokens, in a seeded order.
 
     Raises `InvalidDataError` if the stream is shorter than one sample.
     """
@@ -78,11 +80,11 @@ class TokenData:
         self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
 
     def read(self, samples: list[int]) -> Tensor:
-        """Tokens [len, S + 1]."""
+        """Read tokens [len, S + 1]."""
         return torch.stack([self.sample(sample) for sample in samples])
 
     def sample(self, sample: int) -> Tensor:
-        """The tokens [S + 1] of the ``sample``-th sample of the run; raises `InvalidDataError` for a foreign token."""
+        """Return tokens [S + 1] of the run's ``sample``-th sample. Raises `InvalidDataError` for foreign tokens."""
         first = self._order.data_sample(sample) * self._seq_len
         tokens = self._tokens.read(first, self._seq_len + 1)
         least, most = int(tokens.min()), int(tokens.max())
@@ -97,14 +99,14 @@ class TokenData:
 
 
 class PrefixLmData:
-    """Samples of two halves from those of ``tokens``, which holds 2 · ``seq_len`` + 1 tokens a sample."""
+    """Samples split into source and target, from ``tokens`` with 2 · ``seq_len`` + 1 tokens per sample."""
 
     def __init__(self, tokens: TokenData) -> None:
         self.num_samples = tokens.num_samples
         self._tokens = tokens
 
     def read(self, samples: list[int]) -> Samples:
-        """Sources and targets [len, S]."""
+        """Read sources and targets [len, S]."""
         source, target = self._tokens.read(samples)[:, :-1].chunk(2, dim=1)
         return Samples(inputs=source, labels=target)
 
@@ -114,14 +116,14 @@ _REPLACED, _ANY_TOKEN = 0.8, 0.9
 
 
 def num_masked(seq_len: int) -> int:
-    """Tokens of a sample that are predicted."""
+    """Return the number of tokens in a sample that are predicted."""
     return max(1, round(MASKED_SHARE * seq_len))
 
 
 class MaskedData:
-    """Samples of masked-token prediction from those of ``tokens``; raises `InvalidDataError` for a foreign mask token.
+    """Samples for masked-token prediction, from ``tokens`` with ``seq_len`` + 1 tokens per sample (the last is unused).
 
-    ``tokens`` holds ``seq_len`` + 1 tokens a sample, of which the last is left out.
+    Raises `InvalidDataError` if the mask token is missing or outside the vocabulary.
     """
 
     def __init__(self, tokens: TokenData, *, mask_token: int | None, vocab_size: int, seed: int) -> None:
@@ -135,13 +137,13 @@ class MaskedData:
         self._tokens, self._mask_token, self._vocab_size, self._seed = tokens, mask_token, vocab_size, seed
 
     def read(self, samples: list[int]) -> Samples:
-        """Inputs and labels [len, S]."""
+        """Read inputs and labels [len, S]."""
         pairs = [self.sample(sample) for sample in samples]
         inputs, labels = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
         return Samples(inputs=inputs, labels=labels)
 
     def sample(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
-        """Input [S] and labels [S] of the ``sample``-th sample of the run."""
+        """Return input [S] and labels [S] of the ``sample``-th sample of the run."""
         tokens = self._tokens.sample(sample).numpy()[:-1]
         generator = np.random.default_rng((mixed(self._seed), sample))
         chosen = generator.choice(len(tokens), num_masked(len(tokens)), replace=False, shuffle=False)
