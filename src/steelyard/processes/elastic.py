@@ -1,14 +1,14 @@
-"""torchrun's agents: which restarts there are, and with how many processes where a run goes on with what is left.
+"""torchrun agents: decide on restarts, and on the number of processes that an elastic run continues with.
 
-torchrun's own elasticity is of hosts: who asks for the next rendezvous takes part, and the world is as large as that.
-Three things are decided here, all by what the agent of a host sees:
+torchrun is elastic in hosts: the hosts that join the next rendezvous form the next world. The agent of a host makes
+three decisions here from what it observes:
 
-- A device is given up when its process has died without a word, or reported that the device failed, more often than
-  ``--restarts``. The agent asks for the next rendezvous with one process fewer, and goes on as long as it has any.
+- A device is given up when its process has died without a report, or reported a device failure, more often than
+  ``--restarts``. The agent joins the next rendezvous with one process fewer, and continues while it has any.
 - A process that only lost a peer on another host costs no restart, unless the same world meets and fails again
   with no checkpoint in between.
-- Who comes back waits for the next complete checkpoint: a host that has joined the rendezvous, and the devices of this
-  host that were given up, once the user says that they are back (`RETURN_SIGNAL`).
+- Returning hosts and devices wait for the next complete checkpoint: a host that has joined the rendezvous, and the
+  devices of this host that were given up, once the user says that they are back (`RETURN_SIGNAL`).
 """
 
 import os
@@ -36,14 +36,14 @@ from steelyard.processes.stop import END_SIGNAL
 from steelyard.units import format_plural
 
 LOST_DEVICE = re.compile(r"CUDA error|uncorrectable|ECC error|device is lost|fallen off the bus", re.I)
-"""Errors that a process meets because its device is gone."""
+"""Errors that a process raises because its device is lost."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LEFT = "left"
-"""Key in the store of a rendezvous: one of its hosts has stopped its processes, so the others cannot go on."""
+"""Key in the store of a rendezvous: one of its hosts has stopped its processes, so the others cannot continue."""
 
 
 class Agent(LocalElasticAgent):
-    """The agent of one host: tells processes that it starts again why, and starts none if they would fail again."""
+    """Agent of one host: tells restarted processes the reason, and restarts none if they would fail again."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -65,7 +65,7 @@ class Agent(LocalElasticAgent):
 
 
 class ElasticAgent(Agent):
-    """The agent of one host of an elastic run."""
+    """Agent of one host of an elastic run."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -75,9 +75,9 @@ class ElasticAgent(Agent):
         self._all_visible = os.environ.get(_VISIBLE)
         self._returns = False
         self._lost_with_peer = (0, 0)
-        """Processes of the last world in which a peer was lost, and the steps that were saved then."""
+        """Number of processes of the last world in which a peer was lost, and of the steps saved by then."""
         self._saved_before: int | None = None
-        """Steps that were saved when somebody began to wait; None while nobody does."""
+        """Number of steps that were saved when a host or device began to wait; None while none waits."""
         self._num_waiting = self._spec.rdzv_handler.num_nodes_waiting
         self._spec.rdzv_handler.num_nodes_waiting = lambda: 0  # `_monitor_workers` asks instead
         signal.signal(RETURN_SIGNAL, self._take_back)
@@ -99,7 +99,7 @@ class ElasticAgent(Agent):
         return result
 
     def _takes_in(self, worker_group: WorkerGroup) -> bool:
-        """Whether to start again now, with those who wait for it."""
+        """Return whether to restart now, with the hosts and devices that wait for it."""
         waiting = self._num_waiting()
         if not waiting and not self._returns:
             self._saved_before = None
@@ -123,7 +123,7 @@ class ElasticAgent(Agent):
         return True
 
     def _goes_on(self, failure: Failure | None, worker_group: WorkerGroup) -> bool:
-        """Whether to start again after a failure; gives a device up where it has had its restarts."""
+        """Return whether to restart after a failure; give a device up if its restarts are used up."""
         if failure is not None and failure.is_final:
             return False
         if failure is not None and failure.error_type and LOST_PEER.search(failure.message):

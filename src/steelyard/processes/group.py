@@ -1,7 +1,7 @@
-"""The processes of a run: joined from torchrun's environment, left cleanly, and never left behind.
+"""Process group of a run: joined from torchrun's environment and destroyed at the end.
 
-NCCL with one GPU per process where there are GPUs, else gloo with one thread per process (unless OMP_NUM_THREADS says
-otherwise), so that several processes on one machine do not fight over its cores.
+NCCL with one GPU per process if there are GPUs, else gloo with one thread per process (unless OMP_NUM_THREADS is set),
+so that several processes on one machine do not compete for its cores.
 """
 
 import logging
@@ -20,11 +20,11 @@ from steelyard.errors import UserError
 
 @contextmanager
 def process_group(timeout_s: float, *, store: dist.Store | None = None) -> Iterator[None]:
-    """Joins the processes that torchrun started and leaves them at the end; they meet in ``store``, if it is given.
+    """Join the processes that torchrun started, over ``store`` if it is given, and leave them at the end.
 
-    A collective that waits longer than ``timeout_s`` seconds for a peer raises. After an error the group is not torn
-    down, which would wait for the peers: the process is expected to end. Raises `UserError` outside torchrun, or if a
-    process has no GPU of its own.
+    A collective that waits longer than ``timeout_s`` seconds for a peer raises. After an error the group is not
+    destroyed, because that would wait for the peers: the process is expected to end. Raises `UserError` outside
+    torchrun, or if a host has more processes than GPUs.
     """
     init_process_group(timeout_s, store=store)
     yield
@@ -33,7 +33,7 @@ def process_group(timeout_s: float, *, store: dist.Store | None = None) -> Itera
 
 
 def init_process_group(timeout_s: float, *, store: dist.Store | None = None) -> None:
-    """Joins the processes that torchrun started."""
+    """Join the processes that torchrun started."""
     _check_environment()
     quiet_notices()
     timeout = timedelta(seconds=timeout_s)
@@ -60,9 +60,9 @@ def init_process_group(timeout_s: float, *, store: dist.Store | None = None) -> 
 
 @contextmanager
 def fake_group(rank: int, size: int) -> Iterator[None]:
-    """This process as one rank of a world without other processes: collectives have shapes and no effect.
+    """Make this process one rank of a fake world: collectives return the right shapes and have no effect.
 
-    A process group that the process has, which would be destroyed with it, is set aside and comes back at the end.
+    An existing process group, which would be destroyed with the fake one, is set aside and restored at the end.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # which a run does without
 
@@ -86,11 +86,11 @@ def fake_group(rank: int, size: int) -> Iterator[None]:
 
 
 def quiet_notices() -> None:
-    """Leaves out notices of PyTorch that a user cannot act on.
+    """Suppress notices of PyTorch that a user cannot act on.
 
-    DTensor tells how it redistributes (by all-gather on gloo, or axis by axis); FSDP warns of a layer that returns a
-    view, which would matter if the next layer changed it in place, and none does. Fake tensors log the traceback of
-    an operation that fails before it raises. torch.compile misses a hash of torchao's states by which to cache.
+    DTensor logs how it redistributes (by all-gather on gloo, or axis by axis). FSDP warns of a layer that returns a
+    view, which would matter only if the next layer changed it in place, and none does. Fake tensors log the traceback
+    of a failing operation before it raises. torch.compile warns that torchao's states have no stable hash for caching.
     """
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     for name in ("_collective_utils", "_redistribute"):
@@ -105,19 +105,19 @@ def _is_not_about_redistribution(entry: logging.LogRecord) -> bool:
 
 
 def world_size() -> int:
-    """The processes that torchrun started on all hosts, known before they have joined."""
+    """Number of processes that torchrun started on all hosts, known before they have joined."""
     _check_environment()
     return int(os.environ["WORLD_SIZE"])
 
 
 def local_rank() -> int:
-    """This process's place among those that torchrun started on its host."""
+    """Index of this process among those that torchrun started on its host."""
     _check_environment()
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def host_ranks() -> range:
-    """The ranks that torchrun started on this host."""
+    """Ranks that torchrun started on this host."""
     first = int(os.environ["RANK"]) - local_rank()
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -133,7 +133,7 @@ def _check_environment() -> None:
 
 
 def current_device() -> torch.device:
-    """The device of this process: its current GPU where there is one, else the CPU."""
+    """Return the device of this process: its current GPU if there is one, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,10 +1,10 @@
-"""The life of one process of a run: its work, how its end is reported, and that it ends when its parent is gone.
+"""Life cycle of one process of a run: its work, the report of its failure, and its end once its parent has ended.
 
-Under `steelyard.processes.start` an error goes to the launcher, which shows the first one only. Under a torchrun that
-was started by hand it goes to stderr: mistakes that all processes of a host see alike are printed by one of them.
+Under `steelyard.processes.start` an error goes to the launcher, which shows only the first one. Under a torchrun that
+was started by hand it goes to stderr; a mistake that all processes of a host see is printed by one of them.
 
-On Linux the kernel ends a process when its parent has ended, whatever it is doing; a thread that looks now and then
-does elsewhere, and where the parent must be given a chance to clean up.
+On Linux the kernel kills a process once its parent has ended, whatever the process is doing. A polling thread does so
+on other systems, and if the process needs a chance to clean up.
 """
 
 import ctypes
@@ -27,21 +27,21 @@ from steelyard.processes.failure import (
 )
 
 PARENT_VARIABLE = "STEELYARD_PARENT"
-"""Environment variable with the id of the process that starts others, which they expect as their parent."""
+"""Environment variable with the ID of the process that starts others, which they expect as their parent."""
 _CHECK_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Has this process killed once its parent has ended, even while it is stuck outside Python."""
-    # has the kernel send this process a signal when the thread that started it ends; does nothing but on Linux
+    """Have this process killed once its parent has ended, even while it is stuck outside Python."""
+    # the kernel then sends this process a signal when the thread that started it ends; Linux only
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     watch_parent(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def watch_parent(when_gone: Callable[[], None]) -> None:
-    """Calls ``when_gone`` from a thread once the parent of this process has ended, or at once if it has already."""
+    """Call ``when_gone`` from a thread once the parent of this process has ended, or at once if it already has."""
     parent = int(os.environ.get(PARENT_VARIABLE, "0")) or os.getppid()
 
     def watch() -> None:
@@ -53,7 +53,7 @@ def watch_parent(when_gone: Callable[[], None]) -> None:
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """Ends this process without unloading it: threads of collectives neither hold it nor crash it on the way out."""
+    """End this process without unloading it, so that threads of collectives neither block nor crash its exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
@@ -63,7 +63,7 @@ FAILED = 1
 
 
 def run_rank(work: Callable[[], None]) -> None:
-    """Runs ``work`` as one rank, reports how it failed, and ends the process."""
+    """Run ``work`` as one rank, report its failure if it fails, and end the process."""
     end_with_parent()
     escape_unprintable()
     begin_attempt()
@@ -90,7 +90,7 @@ def _report(failure: Failure) -> None:
 
 
 def _speaks_first() -> bool:
-    """Whether no other process that this torchrun started has reported a mistake that all of them see."""
+    """Return whether no other process of this torchrun has reported a mistake that all of them see."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         return True

@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this host, one per rank, and waits for their end.
+"""Launcher of the processes of a run on this host, one per rank.
 
 Imports no torch: the command line that calls it starts at once.
 """
@@ -30,19 +30,19 @@ from steelyard.processes.stop import END_SIGNAL, STOP_SIGNALS, StoppedError, Sto
 
 _AGENT = "steelyard.processes.agent"
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|lost connection|remote process|timed out", re.I)
-"""Errors that a process meets because another one is gone."""
+"""Errors that a process raises because another one is lost."""
 RESTARTS_VARIABLE = "STEELYARD_ELASTIC"
-"""Environment variable with the restarts after which a device is given up; absent where a run is not elastic."""
+"""Environment variable with the number of restarts after which a device is given up; absent if not elastic."""
 TAKEN_IN_VARIABLE = "STEELYARD_TAKEN_IN"
-"""Environment variable of processes that were started again since others came back, not since one failed."""
+"""Environment variable of processes that were restarted because others came back, not because one failed."""
 LOST_VARIABLE = "STEELYARD_LOST"
-"""Environment variable of processes that were started again: why."""
+"""Environment variable of restarted processes with the reason."""
 RETURN_SIGNAL = signal.SIGUSR2
-"""Tells an elastic run that the devices of this host which were given up are back."""
+"""Signal to an elastic run that the devices of this host that were given up are back."""
 _MOST_RESTARTS = 1_000_000
-"""What torchrun is told where the agent itself counts restarts (`steelyard.processes.elastic`)."""
+"""Restart limit for torchrun if the agent itself counts restarts (`steelyard.processes.elastic`)."""
 _LAST_CALL_S = 2 * END_S
-"""How long hosts that could go on wait for others, whose processes may take `END_S` seconds to end."""
+"""Seconds that hosts that could continue wait for others, whose processes may take `END_S` seconds to end."""
 _STDERR = 2
 _NUM_SHOWN_LINES = 25
 _SIGNAL_HINTS = {
@@ -53,15 +53,15 @@ _SIGNAL_HINTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elastic:
-    """A run that goes on with the hosts and devices that are left."""
+    """Options of a run that continues with the remaining hosts and devices."""
 
     hosts: tuple[int, int] = (1, 1)
-    """The fewest and the most that take part."""
+    """Minimum and maximum number of hosts."""
     rendezvous: str | None = None
-    """HOST:PORT where hosts meet, on one of them; None for this host alone."""
+    """HOST:PORT of the rendezvous, on one of the hosts; None for this host alone."""
 
     def arguments(self) -> list[str]:
-        """For torchrun."""
+        """Return the options as arguments of torchrun."""
         if self.rendezvous is None:
             return ["--standalone"]
         return [
@@ -74,7 +74,7 @@ class Elastic:
 
 
 class RankUserError(UserError):
-    """A mistake of the user that only a process of the run could see; the message is the one that it gave."""
+    """Mistake of the user that only a process of the run could see; the message is that of the process."""
 
     def __init__(self, message: str) -> None:
         self.message = message
@@ -94,13 +94,14 @@ def run_processes(
     stdout_to_stderr: bool = False,
     stop_s: float | None = None,
 ) -> None:
-    """Runs ``module`` in ``num_processes`` processes under torchrun until all have ended.
+    """Run ``module`` in ``num_processes`` processes under torchrun until all have ended.
 
-    When one fails, torchrun ends the others and starts all again, up to ``restarts`` times; an ``elastic`` run goes on
-    after that with what is left, and takes back what it lost when this process gets `RETURN_SIGNAL`. With
-    ``stdout_to_stderr`` what they print leaves stdout to the caller. A stop signal ends all at once, or, with
-    ``stop_s``, asks them to save within as many seconds and to end with `StoppedError`. Raises `RankUserError` or
-    `RankFailedError` with the error of the process that failed first in the last attempt.
+    When one fails, torchrun ends the others and restarts all, up to ``restarts`` times. An ``elastic`` run then
+    continues with the remaining hosts and devices, and takes lost devices back when this process gets `RETURN_SIGNAL`.
+    ``stdout_to_stderr`` redirects the output of the processes, which leaves stdout to the caller. A stop signal ends
+    all processes at once or, with ``stop_s``, asks them to save within that many seconds and to end with
+    `StoppedError`. Raises `RankUserError` or `RankFailedError` with the error of the process that failed first in the
+    last attempt.
     """
     with tempfile.TemporaryDirectory(prefix="steelyard-") as folder:
         command = [sys.executable, "-m", _AGENT, *(elastic or Elastic()).arguments()]
@@ -143,7 +144,7 @@ def run_processes(
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:
-    """Ends torchrun and by it all its processes, at the latest after `END_S` seconds and a few more."""
+    """End torchrun and thereby all its processes, after at most `END_S` + 5 seconds."""
     agent.send_signal(END_SIGNAL)
     try:
         agent.wait(timeout=END_S + 5)
@@ -152,10 +153,10 @@ def _end(agent: subprocess.Popen[bytes]) -> None:
 
 
 def first_failure(failures: Iterable[Failure], ends: Mapping[int, End]) -> Failure | None:
-    """The failure that came first.
+    """Return the failure that came first.
 
-    It is the earliest that a process reported, unless that one only lost a peer and a peer ended without a report
-    (killed by a signal, for example when memory ran out), or stood still until it was killed.
+    It is the earliest that a process reported, unless that process only lost a peer and a peer ended without a report
+    (killed by a signal, for example when memory ran out), or hung until it was killed.
     """
     reported = sorted(failures, key=lambda failure: failure.time_s)
     named = {failure.rank for failure in reported}
@@ -166,9 +167,9 @@ def first_failure(failures: Iterable[Failure], ends: Mapping[int, End]) -> Failu
 
 
 def _blame(end: End) -> int:
-    """The less, the sooner a process that said nothing is what went wrong.
+    """Return a sort key for a process that reported nothing; the lowest is the likeliest cause.
 
-    One that a signal ended comes before one that stood still, whose peers NCCL aborts, and those that torchrun ended.
+    A process that a signal ended comes before one that hung, whose peers NCCL aborts, and those that torchrun ended.
     """
     by_signal = {int(signal.SIGABRT): 2, int(signal.SIGTERM): 3, int(END_SIGNAL): 3}
     return 1 if end.stood_still else by_signal.get(-end.exit_code, 0)
@@ -191,7 +192,7 @@ def _silent(rank: int, end: End, reported: Sequence[Failure]) -> Failure:
 
 
 def describe(failure: Failure) -> str:
-    """The failure for people: rank, type, message, and the end of the traceback where that says more."""
+    """Return the failure as text: rank, type, message, and the end of the traceback if that says more."""
     if not failure.error_type:
         return f"rank {failure.rank} {failure.message}"
     if failure.is_final:
