@@ -1,4 +1,4 @@
-"""Compares a user's plan with one process on this host: starts the plan's processes and returns what they found.
+"""Comparison of a user's plan with one process on this host: starts the plan's processes and returns their results.
 
 Imports no torch: the command line that calls it starts at once.
 """
@@ -19,7 +19,7 @@ SEED = 1
 
 
 def launch_parity(plan: Plan, *, num_steps: int, max_processes: int) -> dict[str, Any]:
-    """What the processes of a plan found, as the fields of `steelyard.runtime.parity.Comparison`.
+    """Compare a plan with one process; return the fields of `steelyard.runtime.parity.Comparison` and the loss error.
 
     Raises `InvalidPlanError` if the plan has more ranks than ``max_processes``.
     """
@@ -41,7 +41,7 @@ def launch_parity(plan: Plan, *, num_steps: int, max_processes: int) -> dict[str
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs this rank's part of a comparison and ends the process; the first rank writes the result."""
+    """Run this rank's part of a comparison and end the process; the first rank writes the result."""
     parser = argparse.ArgumentParser(description="One process of a comparison with one process.")
     parser.add_argument("plan")
     parser.add_argument("--steps", type=int, required=True)
