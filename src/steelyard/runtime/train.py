@@ -1,8 +1,8 @@
-"""Trains a model under a plan: the loop that every rank runs, and the record of what it measured.
+"""Training of a model under a plan: the loop that every rank runs, and the record of its measurements.
 
-When memory runs out, the error names the predicted and the measured bytes. With ``--enforce-memory`` a rank may take no
-more than the plan's budget, so that a plan can be tried on devices that have more: the CUDA allocator refuses what is
-above it; on the CPU the peak of the first full step is compared.
+When memory runs out, the error names the predicted and the measured bytes. With ``--enforce-memory`` a rank is limited
+to the plan's budget, so that a plan can be tried on devices with more memory: the CUDA allocator refuses to exceed it;
+on the CPU the peak of the first full step is compared with it.
 """
 
 import math
@@ -49,15 +49,15 @@ _CPU_MESSAGE = "DefaultCPUAllocator: can't allocate memory"
 
 
 class MemoryExceededError(RuntimeError):
-    """A rank ran out of memory, or took more than the budget that is enforced."""
+    """Raised when a rank runs out of memory, or takes more than the enforced budget."""
 
     is_final = True
 
 
 class MemoryLimit:
-    """The memory that this rank may take, and how it ends when that is not enough.
+    """Memory limit of this rank, with the errors that report that it was exceeded.
 
-    Raises `InvalidPlanError` where a budget is to be enforced and the plan has none.
+    Raises `InvalidPlanError` if a budget is to be enforced and the plan has none.
     """
 
     def __init__(self, plan: Plan, *, enforce: bool) -> None:
@@ -69,13 +69,13 @@ class MemoryLimit:
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._budget_bytes / total_bytes))
 
     def check(self, peak_bytes: int) -> None:
-        """Raises `MemoryExceededError` if the peak of a step is above the budget that is enforced."""
+        """Raise `MemoryExceededError` if the peak of a step is above the enforced budget."""
         if self._budget_bytes is not None and peak_bytes > self._budget_bytes:
             raise MemoryExceededError(f"its tensors took {format_bytes(peak_bytes)} in a step; {self._predicted()}")
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turns what PyTorch raises in the context when memory runs out into a `MemoryExceededError`."""
+        """Turn PyTorch's out-of-memory errors in the context into a `MemoryExceededError`."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -111,21 +111,20 @@ def _budget_bytes(plan: Plan) -> int:
 
 
 MAX_WARMUP_STEPS = 3
-"""Steps at the start of a run that its median step time leaves out."""
+"""Maximum number of steps at the start of a run that its median step time leaves out."""
 
 
 def train(plan: Plan, data_path: str | Path | None, options: TrainOptions) -> RunRecord:
-    """Trains the plan's model; call it on every process of the plan, inside `process_group`.
+    """Train the plan's model; call it on every process of the plan, inside `process_group`.
 
-    ``data_path`` is None where ``options`` name a data set.
+    ``data_path`` is None if ``options`` name a data set. Training starts with fresh weights, those of ``--init``, or
+    from a checkpoint. The first process prints one line per step and writes the metrics and the record that ``options``
+    ask for.
 
-    It begins with first weights, those of ``--init``, or where a checkpoint left off.
-
-    The first process prints one line per step and writes the metrics and the record that ``options`` ask for. Raises
-    `InvalidDataError` for data that cannot be used, `InvalidCheckpointError` for weights or checkpoints that cannot be
-    read or written, `InvalidPlanError` for another world size, `MemoryExceededError` when memory runs out, and
-    `DivergedError` when the loss says that nothing is trained. With a folder for checkpoints a stop signal has the
-    state saved after the step that runs, and raises `StoppedError`.
+    Raises `InvalidDataError` if the data cannot be used, `InvalidCheckpointError` if weights or checkpoints cannot be
+    read or written, `InvalidPlanError` for another world size, `MemoryExceededError` if memory runs out, and
+    `DivergedError` if the loss shows that training fails. With a folder for checkpoints, a stop signal saves the state
+    after the running step and raises `StoppedError`.
     """
     own = planned_own(plan, options)
     source = options.source(data_path)
@@ -151,7 +150,7 @@ def train(plan: Plan, data_path: str | Path | None, options: TrainOptions) -> Ru
 
 
 class SlownessWatch:
-    """Compares what the ranks compute every few steps, after those that warm up; the calls are collective."""
+    """Comparison of the ranks' compute times every few steps after the warm-up; its calls are collective."""
 
     def __init__(self, model: ParallelModel, options: TrainOptions) -> None:
         self._share, self._every = options.slow_share, options.slow_steps
@@ -163,7 +162,7 @@ class SlownessWatch:
         self._found: tuple[SlowRank, ...] = ()
 
     def after_step(self, number: int, own_s: float) -> tuple[SlowRank, ...]:
-        """The slow ranks of the last comparison; ``number`` counts the steps of this run from 0."""
+        """Return the slow ranks of the last comparison; ``number`` counts the steps of this run from 0."""
         if self._share <= 0 or number < MAX_WARMUP_STEPS:
             return ()
         self._seen_s.append(own_s)
@@ -177,9 +176,9 @@ class SlownessWatch:
 
 
 def planned_own(plan: Plan, options: TrainOptions) -> OwnModel | None:
-    """The user's own module that a plan is for, built by ``--builder`` from the run's seed; None for one of a config.
+    """Build the user's own module of a plan with ``--builder`` from the run's seed; None for a model from a config.
 
-    Raises `InvalidModelError` where one of both is missing, or it builds another module.
+    Raises `InvalidModelError` if either the module or the builder is missing, or if it builds another module.
     """
     check_builder(plan, options.builder)
     if options.builder is None:
@@ -189,7 +188,7 @@ def planned_own(plan: Plan, options: TrainOptions) -> OwnModel | None:
 
 
 class _Trainer:
-    """The state of a run on this rank."""
+    """State of a run on this rank."""
 
     def __init__(
         self,
@@ -212,7 +211,7 @@ class _Trainer:
             model.asked_to_stop = self.stop.is_asked
 
     def run(self) -> Iterator[Step]:
-        """Trains and yields step after step."""
+        """Train and yield step after step."""
         first_step = self.model.num_steps = self.persistence.num_steps
         num_updates = 0
         watch = SlownessWatch(self.model, self._options)
@@ -263,7 +262,7 @@ class _Trainer:
         self.persistence.end()
 
     def _parts(self, loss: float) -> dict[str, float]:
-        """What the loss of the last step is made of, where routers are trained."""
+        """Return the parts of the last step's loss if routers are trained, else nothing."""
         if self.model.router_loss is None:
             return {}
         coefficient, of_routers = self.model.router_coefficient, self.model.router_loss.item()
@@ -307,7 +306,7 @@ class _Trainer:
 
 
 def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
-    """The record of a run, the same on every rank; a collective call."""
+    """Return the record of a run, identical on every rank; a collective call."""
     plan = trainer.model.plan
     slowest_s = torch.tensor([step.time_s for step in steps], dtype=torch.float64, device=trainer.model.device)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
@@ -360,16 +359,16 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
 
 
 def predicted_busy_s(plan: Plan) -> tuple[float, ...] | None:
-    """For each stage the seconds of a step in which it is predicted to work."""
+    """Predicted seconds of work per step of each stage; None without a prediction."""
     if plan.prediction is None:
         return None
     return tuple(stage.total_time_s * plan.num_microbatches for stage in plan.prediction.stages)
 
 
 def predicted_own_s(plan: Plan, device: torch.device) -> tuple[float, ...] | None:
-    """For each stage the seconds of a step in which a rank is predicted to compute itself.
+    """Predicted seconds per step in which a rank of each stage computes, without waiting for others.
 
-    None where the plan predicts nothing, or for another device type than it runs on.
+    None if the plan has no prediction, or is for another device type than ``device``.
     """
     if plan.prediction is None or device_type_of(plan) not in (None, "gpu" if device.type == "cuda" else "cpu"):
         return None
