@@ -60,7 +60,7 @@ class Agent(LocalElasticAgent):
         ends = ends_of(result.failures, folder) if result.failures else {}
         is_alone = self._worker_group.group_world_size == 1
         asked = (-END_SIGNAL,) if is_alone else (-END_SIGNAL, -signal.SIGABRT)
-        own = {rank: end for rank, end in ends.items() if end.exit_code not in asked}  # not by torchrun, nor by NCCL
+        own = {rank: end for rank, end in ends.items() if end.exit_code not in asked}  # not ended by torchrun or NCCL
         return first_failure(read_failures(folder), own)
 
 
@@ -139,7 +139,7 @@ class ElasticAgent(Agent):
         if self._spec.local_world_size > 1:
             self._give_up(failure, worker_group)
             return True
-        if worker_group.group_world_size > 1:  # as a host that is switched off: the others go on without it
+        if worker_group.group_world_size > 1:  # like a host that is switched off: the others continue without it
             self._stop_workers(worker_group)
             raise SignalException(f"no device is left: {describe(failure)}", signal.SIGTERM)
         return False

@@ -64,7 +64,7 @@ def fake_group(rank: int, size: int) -> Iterator[None]:
 
     An existing process group, which would be destroyed with the fake one, is set aside and restored at the end.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # which a run does without
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # not needed by a run
 
     quiet_notices()
     own = dist.distributed_c10d._world if dist.is_initialized() else None

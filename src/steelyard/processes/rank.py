@@ -81,7 +81,7 @@ def _report(failure: Failure) -> None:
     if folder is not None:
         write_failure(failure, folder)
         return
-    import torch.distributed as dist  # which the process that starts others does without
+    import torch.distributed as dist  # not needed by the process that starts others
 
     if dist.is_initialized() and not failure.is_final:
         print(f"rank {failure.rank} failed:\n{failure.traceback}", file=sys.stderr)

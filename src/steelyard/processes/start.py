@@ -123,7 +123,7 @@ def run_processes(
                     handlers[RETURN_SIGNAL] = lambda *_: agent.send_signal(RETURN_SIGNAL)
                 with handling(handlers):
                     exit_code = None
-                    while exit_code is None:  # wakes by itself: no signal that another thread took wakes it
+                    while exit_code is None:  # poll: a signal that another thread took does not wake it
                         with suppress(subprocess.TimeoutExpired):
                             exit_code = agent.wait(timeout=1)
                         stop.check()

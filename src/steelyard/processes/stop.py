@@ -102,5 +102,5 @@ def handling(handlers: Mapping[Any, Callable[[int, Any], Any]]) -> Iterator[None
         yield
     finally:
         for number, each in before.items():
-            if signal.getsignal(number) != signal.SIG_IGN:  # set so by a handler, while the processes end
+            if signal.getsignal(number) != signal.SIG_IGN:  # ignored by a handler while the processes end
                 signal.signal(number, each)

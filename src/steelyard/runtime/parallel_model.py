@@ -182,7 +182,7 @@ class ParallelModel:
         logits = torch.full((count, int(width)), -torch.inf, device=self.device)
         for places, part in found:
             logits[places.flatten()] = part.flatten(0, -2)
-        dist.all_reduce(logits, dist.ReduceOp.MAX)  # of copies, and of ranks that have others
+        dist.all_reduce(logits, dist.ReduceOp.MAX)  # over copies, and ranks that have other logits
         return logits.unflatten(0, (self.plan.global_batch, -1)) if self.chain.family.task.reads_text else logits
 
     def _run_passes(
@@ -199,7 +199,7 @@ class ParallelModel:
         inputs, labels = self.input_samples(), self.label_samples()
         tokens_BS = Samples.of(read(inputs)).inputs.to(self.device) if inputs is not None else None  # noqa: N806
         labels_BS = Samples.of(read(labels)).labels.to(self.device) if labels is not None else None  # noqa: N806
-        if predicts and labels is not None:  # in the place of labels where each of them is in the global batch
+        if predicts and labels is not None:  # instead of labels, their places in the global batch
             labels_BS = torch.tensor(labels, device=self.device)  # noqa: N806
             if self.chain.family.task.reads_text:
                 places_S = torch.arange(self.plan.seq_len, device=self.device)  # noqa: N806
@@ -208,7 +208,7 @@ class ParallelModel:
         self._count_targets(labels_BS, num_targets)
         for chunk in self.chunks:
             chunk.begin_step(self.plan.num_microbatches, (self._seed, self.num_steps))
-        # leaves the random generators of the user's own loop as they were
+        # do not change the random generators of the user's own loop
         devices = [self.device] if self.device.type == "cuda" else []
         is_divided = self.is_last_stage and self.plan.strategies[-1].tensor_degree > 1  # the vocabulary
         forked = torch.random.fork_rng(devices) if self._has_dropout else nullcontext()
@@ -226,7 +226,7 @@ class ParallelModel:
         total, self._votes = sums.unbind()
         if (routers := self.chunks[-1].routers) is None:
             return total, None
-        of_routers = torch.zeros((), device=self.device)  # the mean over microbatches, on every rank of the last stage
+        of_routers = torch.zeros((), device=self.device)  # mean over microbatches, on every rank of the last stage
         if routers.losses:
             of_routers += torch.stack(routers.losses).sum() / (self.plan.num_microbatches * self.plan.stage_sizes[-1])
             routers.losses.clear()
@@ -533,7 +533,7 @@ def check_same_model(config: Any, chain: ModelChain) -> None:
     model_type = own_type if parts else chain.family.model_type
     of_layers = getattr(config, "per_layer_attributes", None) or ()  # which a whole config refuses to be asked for
     written = config.to_dict() if of_layers else {}
-    made = hub_config(chain)  # of some types what a config gives is not what it is taken for
+    made = hub_config(chain)  # some config types return other values than they were given
     sizes = {key: size if key in of_layers else getattr(made, key, size) for key, size in chain.sizes.items()}
     for key, expected in {"model_type": model_type, **sizes}.items():
         found = written.get(key) if key in of_layers else getattr(config, key, None)

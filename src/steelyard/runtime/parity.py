@@ -128,7 +128,7 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
     model = build_model(chain, seed=seed)
     freeze_model(model, chain)
     optimizer = SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
-    named = model.named_parameters(remove_duplicate=False)  # layers may know a tied one by another name
+    named = model.named_parameters(remove_duplicate=False)  # layers may use another name of a tied parameter
     parameters = [(own_name(name), parameter) for name, parameter in named]
     found = Reference(names=parameter_names(chain))
     for step in range(num_steps):
@@ -184,7 +184,7 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
     for step in range(num_steps):
         with observe_layers(model) as passed:
             loss = model.train_step(_reader(model, step))
-            while model.loss_scale is not None and model.loss_scale.is_skipped:  # again, with half the scale
+            while model.loss_scale is not None and model.loss_scale.is_skipped:  # repeat with half the scale
                 loss = model.train_step(_reader(model, step))
             found.losses.append(loss.item())
         if model.router_loss is not None:

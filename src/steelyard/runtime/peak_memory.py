@@ -155,7 +155,7 @@ class LiveStorages(FakeOpMode):
 
     def _follow(self, tensor: Tensor) -> None:
         for each in held_tensors(tensor) if not self.is_learning else ():
-            # whether it is on the meta device; of a fake one asked without an operation, which ``is_meta`` is there
+            # skip meta tensors; for a fake tensor ``is_meta`` would be an operation, so read its attribute
             if (each.fake_device.type != "meta") if type(each) is FakeTensor else not each.is_meta:
                 self._follow_storage(each.untyped_storage())
 

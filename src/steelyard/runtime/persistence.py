@@ -89,7 +89,7 @@ class Persistence:
                 if quantized
                 else "leave it out",
             )
-        # how often torchrun has started the processes again, on the host where it did most often
+        # maximum number of restarts by torchrun over all hosts
         told: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
         taken_in = "hosts or devices have come back" if TAKEN_IN_VARIABLE in os.environ else ""
         dist.all_gather_object(told, (restart_count(), taken_in or os.environ.get(LOST_VARIABLE, "")))
@@ -210,7 +210,7 @@ def _keep_lines(metrics: Path | None, num_steps: int) -> None:
     if metrics is not None and metrics.is_file():
         kept = []
         for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-            with suppress(ValueError, KeyError, TypeError):  # of a line that a kill has cut off
+            with suppress(ValueError, KeyError, TypeError):  # a line that a kill has truncated
                 kept += [line] if float(json.loads(line)["step"]) <= num_steps else []
         write_file(metrics, "".join(kept), "--metrics")
 

@@ -355,7 +355,7 @@ class PipelinePart(PipelineStage):
 
     def _receive(self, recv_infos: tuple[Any, ...], pieces: Pieces) -> list[dist.P2POp]:
         operations, apart = [], []
-        wanted_infos = [info for info in recv_infos if info.buffer is not None]  # there is none of no gradient
+        wanted_infos = [info for info in recv_infos if info.buffer is not None]  # no buffer without a gradient
         for info, of_tensor in zip(wanted_infos if pieces else (), pieces, strict=True):
             info.buffer = torch.empty_like(info.buffer, device=self.device)
             for piece in of_tensor:

@@ -144,7 +144,7 @@ def _train(plan: Plan, data: str | None, options: TrainOptions, *, store: dist.S
             prepare_data(each, options.text, task=plan.chain().family.task, seq_len=plan.seq_len)
     if os.environ["RANK"] == "0":
         check_outputs(options)
-    from steelyard.runtime.train import train  # imports transformers: seconds that a mistake above need not wait for
+    from steelyard.runtime.train import train  # imports transformers, which takes seconds: report mistakes before
 
     with process_group(options.timeout_s, store=store):
         train(plan, data, options)

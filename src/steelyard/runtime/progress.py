@@ -119,7 +119,7 @@ def reported(steps: Iterator[Step], plan: Plan, options: TrainOptions, *, num_do
         for number, step in enumerate(steps, start=num_done + 1):
             metrics = step_metrics(number, step, plan)
             line = progress_line(metrics, options.steps, counts_tokens=task.reads_text, samples=samples)
-            if sys.stdout.isatty():  # where it replaces the line before; elsewhere every step is a line of its own
+            if sys.stdout.isatty():  # replace the previous line; otherwise every step has its own line
                 say(f"\r\x1b[K{line}" + "\n" * (number == options.steps))
             else:
                 say(line + "\n")
@@ -161,7 +161,7 @@ def _tracker(name: str, plan: Plan, options: TrainOptions) -> Iterator[Callable[
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    PartialState()  # which the trackers ask
+    PartialState()  # the trackers read it
     tracker = LOGGER_TYPE_TO_CLASS[name]("steelyard")
     tracker.start()
     tracker.store_init_configuration(options.of_run("") | {"model": plan.model.name, "cluster": plan.cluster})

@@ -262,7 +262,7 @@ class StageModule(nn.Module):
         """Wait for the gradients of the step after its passes have ended."""
         self.replicas.end_step()
         if not self._has_backward and isinstance(self.loop, FSDPModule):
-            self.loop.reset_iter_state()  # FSDP forgets what it noted of forward passes in a backward pass alone
+            self.loop.reset_iter_state()  # FSDP resets the state of forward passes only in a backward pass
 
     def end_evaluation(self) -> None:
         """Free the compute-dtype copies and gathered layers left by forward passes without backward passes."""
@@ -343,7 +343,7 @@ def _redistribute(
     if current == wanted:
         return local
     part = DTensor.from_local(local, mesh, current, run_check=False).redistribute(placements=wanted).to_local()
-    # a part cut out of a whole (as always over gloo, which exchanges nothing but gathers) would keep the whole alive
+    # a slice of the whole tensor (always so over gloo, which only gathers) would keep the whole alive
     return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 

@@ -11,7 +11,7 @@ NAME is the parameter's name in the unmodified `transformers` model. Sharded par
 part of the whole, so a state that is written under one plan can be read under any other.
 
 Layers that share a matrix (tied embeddings) each keep a copy. The copy of the first such layer has the name; the
-others are `SharedCopy`, read from the same name and never written.
+others are read from the same name and never written.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -107,7 +107,7 @@ class RunState:
 
     @cached_property
     def names(self) -> ParameterNames:
-        """Names of the parameters; cached because a run that reads and writes nothing does not need them."""
+        """Parameter names, computed on first use because a run that reads and writes nothing does not need them."""
         chain, split = self._model.chain, self._model.chain.split
         return own_names(split, self._model.layers) if isinstance(split, OwnSplit) else parameter_names(chain)
 

@@ -53,7 +53,7 @@ class SharedGradient:
         Gradients must be of a single step: those of an earlier step would count twice.
         """
         for copy in self._copies:
-            if copy.grad is None:  # of one that its layer holds for others
+            if copy.grad is None:  # a copy that its layer only holds for other layers
                 copy.grad = torch.zeros_like(copy)
         gradients = [copy.grad for copy in self._copies]
         if self._num_slices is None:
@@ -71,7 +71,7 @@ class SharedGradient:
                 total.zero_()
             if self._group is not None:
                 dist.all_reduce(total, group=self._group)
-            for each in (first, *others):  # which keeps this rank's part of it, without communication
+            for each in (first, *others):  # keep this rank's part of the sum, without communication
                 part = total
                 if isinstance(each, DTensor):
                     spread = DTensor.from_local(total, each.device_mesh, run_check=False)
@@ -140,7 +140,7 @@ def _sum_parts(parts: list[Tensor], group: dist.ProcessGroup | None, device: str
 
 
 def _columns(gradient: Tensor, start: int, width: int) -> Tensor:
-    """Return some columns of a gradient that is sharded by rows, or all columns of a gradient; a view of this rank's part.
+    """Return some columns of a gradient that is sharded by rows, or all of them; a view of this rank's part.
 
     DTensor's own slicing of a matrix that is sharded twice would gather it first.
     """

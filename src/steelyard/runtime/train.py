@@ -227,7 +227,7 @@ class _Trainer:
             started_s = time.perf_counter()
             scale = self.model.loss_scale
             scale_value = None if scale is None else scale.value
-            # the first step that begins with optimizer states in place is no timed one unless the run is short
+            # measure the first step that begins with optimizer states in place; it is not timed unless the run is short
             if not self.peak_bytes and (num_updates == 1 or step == self._options.steps - 1):
                 loss, norm = self._measured_step(step)
             else:
@@ -344,7 +344,7 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
             for number, (step, time_s) in enumerate(
                 zip(steps, times_s, strict=True), start=trainer.persistence.num_steps + 1
             )
-            if math.isfinite(step.loss) and math.isfinite(step.grad_norm)  # else it changed nothing (--keep-going)
+            if math.isfinite(step.loss) and math.isfinite(step.grad_norm)  # else no update (--keep-going)
         ),
         ranks=tuple(rank for rank in ranks if rank is not None),
         allocator=allocator_setting() if trainer.model.device.type == "cuda" else "",

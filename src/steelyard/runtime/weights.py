@@ -255,7 +255,7 @@ class WeightFolder:
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors."""
+        """All tensor names."""
         return list(self._files)
 
     def tensor(self, name: str) -> Any:
