@@ -112,7 +112,7 @@ def _are_alike(plan: Plan, stages: tuple[int, ...]) -> bool:
 
 
 def _group_across(plan: Plan, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """Return the group of the ranks at this rank's place in each stage, or of all their ranks if stage sizes differ."""
+    """Return the group of ranks at this rank's place in each stage, or of all ranks of the stages if sizes differ."""
     first_and_last = (plan.stages[stage].ranks for stage in stages)
     spans = [range(first, last + 1) for first, last in first_and_last]
     mine = None

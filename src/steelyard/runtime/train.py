@@ -123,7 +123,7 @@ def train(plan: Plan, data_path: str | Path | None, options: TrainOptions) -> Ru
 
     Raises `InvalidDataError` if the data cannot be used, `InvalidCheckpointError` if weights or checkpoints cannot be
     read or written, `InvalidPlanError` for another world size, `MemoryExceededError` if memory runs out, and
-    `DivergedError` if the loss shows that training fails. With a folder for checkpoints, a stop signal saves the state
+    `DivergedError` if the run diverges or trains nothing. With a folder for checkpoints, a stop signal saves the state
     after the running step and raises `StoppedError`.
     """
     own = planned_own(plan, options)
