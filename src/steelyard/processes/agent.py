@@ -1,12 +1,12 @@
-"""Wrapper of torchrun that reports the exit codes of failed processes as data; `steelyard.processes.start` starts it.
+"""torchrun with the exit codes of failed processes as data, started by `steelyard.processes.start`.
 
-Takes torchrun's own arguments. torchrun starts the processes, watches them, and ends all when one fails; it prints a
-wall of text about it, which is left out here because the launcher shows the first error itself.
+Takes torchrun's own arguments. torchrun starts the processes, watches them, and ends all when one fails. Its long error
+output is suppressed because the launcher shows the first error itself.
 
-torchrun gives every process a session of its own, and Linux shares processor time between sessions, not processes
-(``sched_autogroup_enabled``): on CPUs a process that waits for another one's message then gets its turn later, and
-layers with tensor parallelism take 10 to 40 % longer. Here all processes stay in the agent's session. The port on which
-the first process listens is one that stays free until it does (`free_port`).
+torchrun gives every process its own session, and Linux shares processor time between sessions, not processes
+(``sched_autogroup_enabled``): on CPUs a process that waits for another one's message is scheduled later, and layers
+with tensor parallelism take 10 to 40 % longer. Here all processes stay in the agent's session. The port of the first
+process stays free until the process listens on it (`free_port`).
 """
 
 import logging
@@ -34,16 +34,16 @@ from steelyard.processes.start import RESTARTS_VARIABLE
 from steelyard.processes.stop import END_SIGNAL, STOP_SIGNALS
 
 _GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""Ephemeral port range of Linux."""
+"""Range of the ephemeral ports that Linux assigns."""
 _SPAN = 8192
 _MOST_TRIES = 64
 
 
 def free_port(candidates: Iterable[int] | None = None) -> int:
-    """Return a free port of this host that the system assigns to no other process in the next seconds.
+    """Return a free port of this host that no other process is assigned before its user listens on it, seconds later.
 
-    torchrun uses an ephemeral port, which a connection of another run can take before the process listens on it.
-    ``candidates`` default to random ports below the ephemeral range; if there are none, or all are taken, any free
+    torchrun takes an ephemeral port, which the system may assign to a connection of another run in the meantime.
+    ``candidates`` default to random ports below the ephemeral range. If there are none, or all are taken, any free
     port is returned.
     """
     if candidates is None:
@@ -73,7 +73,7 @@ _MOST_PROCESSES = 1024
 
 
 class QuietLogs(DefaultLogsSpecs):
-    """Log settings that write stderr to a file for every process of a host except the first.
+    """Log specification that redirects stderr to a file for every process of a host except the first.
 
     torchrun's option ``--redirects`` names at most ten processes.
     """
@@ -86,7 +86,7 @@ class QuietLogs(DefaultLogsSpecs):
 def start_in_this_session(
     handler: SubprocessHandler, args: Sequence[str], env: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Start a process in a new process group, which torchrun ends, but in this session instead of a new one."""
+    """Start a process as torchrun does, in its own process group (torchrun ends the group) but not its own session."""
     return subprocess.Popen(args, env=env, stdout=handler._stdout, stderr=handler._stderr, process_group=0)
 
 
@@ -94,12 +94,12 @@ _close = SubprocessHandler.close
 
 
 def _end_at_once(handler: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
-    """End processes by `END_SIGNAL` instead of torchrun's SIGTERM, because at SIGTERM they would first try to save."""
+    """End a process by `END_SIGNAL` instead of torchrun's SIGTERM, at which it would first try to save."""
     _close(handler, END_SIGNAL if death_sig in (None, signal.SIGTERM) else death_sig)
 
 
 def main(start_process: Callable[..., Any] = start_in_this_session) -> None:
-    """Run torchrun; exit with the code of the process that failed first, or 1 if a signal ended it.
+    """Run torchrun; exit with the code of the process that failed first, or 1 if a signal ended that process.
 
     ``start_process`` takes torchrun's handler, the arguments and the environment, and returns a `subprocess.Popen`.
     """
@@ -107,7 +107,7 @@ def main(start_process: Callable[..., Any] = start_in_this_session) -> None:
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)  # a scheduler's to all processes: the launcher and the ranks heed it
+        signal.signal(number, lambda *_: None)  # a scheduler signals all processes; launcher and ranks handle it
     watch_parent(lambda: os.kill(os.getpid(), END_SIGNAL))
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (

@@ -1,7 +1,7 @@
-"""Settings of PyTorch's allocator in the processes of a run, to reduce fragmentation on a nearly full GPU.
+"""Configuration of PyTorch's allocator in the processes of a run, to reduce fragmentation of a nearly full GPU.
 
-A freed part of an expandable segment serves tensors of any size. Fixed segments have different sizes and are
-returned and requested again. Source: docs of PyTorch's CUDA memory management; names as in torch 2.13
+With expandable segments a freed part of a segment serves tensors of any size; fixed segments of different sizes are
+released and requested again. Source: docs of PyTorch's CUDA memory management; names as in torch 2.13
 (``c10/cuda/CUDAAllocatorConfig.h``), which reads them before the first tensor on a GPU. Not for CUDA graphs that hold
 collectives (pytorch issue 158029); the runtime captures none.
 """
@@ -10,16 +10,16 @@ import os
 
 VARIABLE = "PYTORCH_ALLOC_CONF"
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", VARIABLE)
-"""Current and older names of the variable; torch takes the first that is set, even if it is empty."""
+"""`VARIABLE` and its older names; torch takes the first that is set, even if it is empty."""
 SETTING = "expandable_segments:True"
 
 
 def set_allocator() -> None:
-    """Set the allocator of this process and its children unless the user has; call it before torch is used."""
+    """Configure the allocator of this process and its children unless the user has. Call it before torch is used."""
     if not any(name in os.environ for name in VARIABLES):
         os.environ[VARIABLE] = SETTING
 
 
 def allocator_setting() -> str:
-    """Return the allocator setting of this process; empty if there is none."""
+    """Return the allocator configuration of this process, empty if there is none."""
     return next((os.environ[name] for name in VARIABLES if name in os.environ), "")

@@ -1,14 +1,14 @@
-"""torchrun agents that decide on restarts and, in an elastic run, on the number of processes.
+"""torchrun agents: decide on restarts, and on the number of processes that an elastic run continues with.
 
-torchrun itself is elastic in hosts: the hosts that ask for the next rendezvous take part and make up the world. The
-agent of each host decides three more things:
+torchrun is elastic in hosts: the hosts that join the next rendezvous form the next world. The agent of a host makes
+three decisions here from what it observes:
 
-- A device is given up if its process died without a report, or reported a device failure, more often than
-  ``--restarts``. The agent asks for the next rendezvous with one process fewer, and continues as long as it has any.
-- A process that only lost a peer on another host costs no restart, unless the same world forms and fails again
-  without a checkpoint in between.
+- A device is given up when its process has died without a report, or reported a device failure, more often than
+  ``--restarts``. The agent joins the next rendezvous with one process fewer, and continues while it has any.
+- A process that only lost a peer on another host costs no restart, unless the same world meets and fails again
+  with no checkpoint in between.
 - Returning hosts and devices wait for the next complete checkpoint: a host that has joined the rendezvous, and the
-  lost devices of this host after the user reports that they are back (`RETURN_SIGNAL`).
+  devices of this host that were given up, once the user says that they are back (`RETURN_SIGNAL`).
 """
 
 import os
@@ -36,14 +36,14 @@ from steelyard.processes.stop import END_SIGNAL
 from steelyard.units import format_plural
 
 LOST_DEVICE = re.compile(r"CUDA error|uncorrectable|ECC error|device is lost|fallen off the bus", re.I)
-"""Messages of errors that a process gets because its device is lost."""
+"""Errors that a process raises because its device is lost."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LEFT = "left"
-"""Key in the store of a rendezvous: one of its hosts has stopped its processes, so the others cannot go on."""
+"""Key in the store of a rendezvous: one of its hosts has stopped its processes, so the others cannot continue."""
 
 
 class Agent(LocalElasticAgent):
-    """Agent of one host: tells restarted processes the reason, and does not restart after a final failure."""
+    """Agent of one host: tells restarted processes the reason, and restarts none if they would fail again."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -60,7 +60,7 @@ class Agent(LocalElasticAgent):
         ends = ends_of(result.failures, folder) if result.failures else {}
         is_alone = self._worker_group.group_world_size == 1
         asked = (-END_SIGNAL,) if is_alone else (-END_SIGNAL, -signal.SIGABRT)
-        own = {rank: end for rank, end in ends.items() if end.exit_code not in asked}  # not by torchrun, nor by NCCL
+        own = {rank: end for rank, end in ends.items() if end.exit_code not in asked}  # not ended by torchrun or NCCL
         return first_failure(read_failures(folder), own)
 
 
@@ -75,9 +75,9 @@ class ElasticAgent(Agent):
         self._all_visible = os.environ.get(_VISIBLE)
         self._returns = False
         self._lost_with_peer = (0, 0)
-        """World size when a peer was last lost, and number of steps saved then."""
+        """Number of processes of the last world in which a peer was lost, and of the steps saved by then."""
         self._saved_before: int | None = None
-        """Number of steps saved when a host or device began to wait; None if none waits."""
+        """Number of steps that were saved when a host or device began to wait; None while none waits."""
         self._num_waiting = self._spec.rdzv_handler.num_nodes_waiting
         self._spec.rdzv_handler.num_nodes_waiting = lambda: 0  # `_monitor_workers` asks instead
         signal.signal(RETURN_SIGNAL, self._take_back)
@@ -99,7 +99,7 @@ class ElasticAgent(Agent):
         return result
 
     def _takes_in(self, worker_group: WorkerGroup) -> bool:
-        """Return whether to restart now with the waiting hosts and devices."""
+        """Return whether to restart now, with the hosts and devices that wait for it."""
         waiting = self._num_waiting()
         if not waiting and not self._returns:
             self._saved_before = None
@@ -123,7 +123,7 @@ class ElasticAgent(Agent):
         return True
 
     def _goes_on(self, failure: Failure | None, worker_group: WorkerGroup) -> bool:
-        """Return whether to restart after a failure; give a device up if no restarts are left."""
+        """Return whether to restart after a failure; give a device up if its restarts are used up."""
         if failure is not None and failure.is_final:
             return False
         if failure is not None and failure.error_type and LOST_PEER.search(failure.message):
@@ -139,7 +139,7 @@ class ElasticAgent(Agent):
         if self._spec.local_world_size > 1:
             self._give_up(failure, worker_group)
             return True
-        if worker_group.group_world_size > 1:  # as a host that is switched off: the others go on without it
+        if worker_group.group_world_size > 1:  # like a host that is switched off: the others continue without it
             self._stop_workers(worker_group)
             raise SignalException(f"no device is left: {describe(failure)}", signal.SIGTERM)
         return False

@@ -1,7 +1,7 @@
-"""Reports from the processes of a run to the launcher and to each other, as small JSON files in a folder of the run.
+"""Messages of the processes of a run to the launcher and each other, as small JSON files in a folder of the run.
 
-Each rank writes why it failed; a restarted run has a subfolder for each attempt. The first process of every host writes
-its progress after each step.
+Each rank writes why it failed; every attempt of torchrun has its own subfolder. The first process of every host writes
+the progress of the run after each step.
 """
 
 import json
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 FAILURES_VARIABLE = "STEELYARD_FAILURES"
 """Environment variable that names the folder; absent if torchrun was started by hand."""
 AGENT_FILE = "agent.json"
-"""File with the ends of the failed processes by rank, as seen by torchrun."""
+"""File with the end of each failed process by rank, as torchrun saw it."""
 END_S = 10.0
 """Seconds that torchrun gives the other processes to end after one has failed, before it kills them."""
 _ATTEMPT = "attempt"
 _MOST_WORDS_BYTES = 4096
 TORCHRUN_RANK_VARIABLE = "STEELYARD_TORCHRUN_RANK"
-"""Environment variable with the rank that torchrun assigned, if the process has been renumbered since."""
+"""Environment variable with the rank that torchrun assigned, set if the process has another rank since."""
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
-"""Environment variable with the number of times that torchrun has restarted the processes."""
+"""Environment variable with the number of restarts by torchrun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The error that ended one rank; ``time_s`` is the wall clock, to find the first of several."""
+    """Error that ended one rank; ``time_s`` is wall-clock time, to find the first of several."""
 
     rank: int
     exit_code: int
@@ -46,11 +46,11 @@ class Failure:
     message: str
     traceback: str
     is_final: bool = False
-    """Whether another attempt would fail the same way: a user error, or an error with ``is_final`` set."""
+    """Whether another attempt would fail the same way: a mistake of the user, or an error that is marked so."""
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, exit_code: int) -> "Failure":
-        """Return the failure for an exception."""
+        """Return the failure that an exception means."""
         return cls(
             rank=rank,
             exit_code=exit_code,
@@ -73,12 +73,12 @@ class RankFailedError(RuntimeError):
 
 
 def torchrun_rank() -> int:
-    """Return the rank that torchrun assigned, used to report failures; a process group may renumber the ranks."""
+    """Rank that torchrun assigned to this process, used to report its failure; a group may renumber ranks."""
     return int(os.environ.get(TORCHRUN_RANK_VARIABLE) or os.environ.get("RANK", "0"))
 
 
 def restart_count() -> int:
-    """Number of times that torchrun has restarted the processes of this run."""
+    """Number of times torchrun has restarted the processes of this run."""
     return int(os.environ.get(RESTART_VARIABLE, "0"))
 
 
@@ -89,21 +89,21 @@ def failures_folder() -> Path | None:
 
 
 def begin_attempt() -> None:
-    """Make the folder for the failures of this attempt, if somebody collects them."""
+    """Make the folder for the failures of this attempt, if failures are collected."""
     folder = failures_folder()
     if folder is not None:
         _attempt_folder(folder, restart_count()).mkdir(exist_ok=True)
 
 
 def write_failure(failure: Failure, folder: Path) -> None:
-    """Write the failure of this attempt, atomically."""
+    """Write the failure under this attempt, atomically."""
     attempt = _attempt_folder(folder, restart_count())
     attempt.mkdir(exist_ok=True)
     write_file(attempt / f"rank{failure.rank}.json", json.dumps(asdict(failure)), "failure")
 
 
 def read_failures(folder: Path, attempt: int | None = None) -> list[Failure]:
-    """Return the failures that ranks wrote in an attempt (default: the last), earliest first."""
+    """Return the failures that ranks wrote in an attempt (default: the last one), earliest first."""
     if attempt is None:
         numbers = [int(path.name.removeprefix(_ATTEMPT)) for path in folder.glob(f"{_ATTEMPT}*")]
         attempt = max(numbers, default=0)
@@ -117,18 +117,21 @@ def _attempt_folder(folder: Path, attempt: int) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """End of a failed process as seen by torchrun."""
+    """End of a failed process as torchrun saw it."""
 
     exit_code: int
     """Exit code; negative for a signal."""
     stood_still: bool = False
     """Whether the process did not end when torchrun asked it to, and was killed."""
     last_words: str = ""
-    """End of its stderr; empty for rank 0 of a host, which writes to the launcher's stderr."""
+    """Last part of the process's stderr; empty for local rank 0, which writes to the launcher's stderr."""
 
 
 def ends_of(failures: Mapping[int, "ProcessFailure"], folder: Path) -> dict[int, End]:
-    """Return the ends of the failed processes by rank. torchrun kills those still alive after `END_S` seconds."""
+    """Return the end of each failed process by rank.
+
+    torchrun kills processes that do not end within `END_S` seconds of its request.
+    """
     first_s = min(failure.timestamp for failure in failures.values())
     return {
         rank: End(
@@ -141,7 +144,7 @@ def ends_of(failures: Mapping[int, "ProcessFailure"], folder: Path) -> dict[int,
 
 
 def _last_words(logs: Path, local_rank: int) -> str:
-    """Return the end of a process's stderr in its last attempt, if torchrun kept it in a file."""
+    """Return the last part of a process's stderr in its last attempt, if torchrun kept it in a file."""
     attempts = sorted(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime_ns)
     if not attempts:
         return ""
@@ -156,7 +159,7 @@ def write_ends(ends: dict[int, End], folder: Path) -> None:
 
 
 def read_ends(folder: Path) -> dict[int, End]:
-    """Return the ends of failed processes by rank; empty if torchrun has written none."""
+    """Return the ends of failed processes by rank; empty if torchrun wrote none."""
     path = folder / AGENT_FILE
     return {int(rank): End(**end) for rank, end in json.loads(path.read_text()).items()} if path.exists() else {}
 
@@ -166,21 +169,21 @@ _FILE = "standing.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Number of steps trained, and number of steps in the newest complete checkpoint."""
+    """Number of steps trained, and of those that the newest complete checkpoint holds."""
 
     num_steps: int = 0
     num_saved: int = 0
 
 
 def read_standing() -> Standing:
-    """Return the progress last written on this host; no steps if there is none."""
+    """Return the standing written last on this host; zero steps if there is none."""
     folder = failures_folder()
     path = None if folder is None else folder / _FILE
     return Standing() if path is None or not path.exists() else Standing(**json.loads(path.read_text()))
 
 
 def write_standing(standing: Standing, environment: Mapping[str, str]) -> None:
-    """Write the progress atomically, in the process that is the first of its host according to ``environment``."""
+    """Write the standing atomically, if ``environment`` says that this process is the first of its host."""
     folder = failures_folder()
     if folder is None or environment.get("LOCAL_RANK", "0") != "0":
         return

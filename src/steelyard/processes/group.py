@@ -1,7 +1,7 @@
-"""Process group of a run, set up from torchrun's environment and torn down at the end.
+"""Process group of a run: joined from torchrun's environment and destroyed at the end.
 
 NCCL with one GPU per process if there are GPUs, else gloo with one thread per process (unless OMP_NUM_THREADS is set),
-because several processes on one machine would compete for its cores.
+so that several processes on one machine do not compete for its cores.
 """
 
 import logging
@@ -20,11 +20,11 @@ from steelyard.errors import UserError
 
 @contextmanager
 def process_group(timeout_s: float, *, store: dist.Store | None = None) -> Iterator[None]:
-    """Join the process group that torchrun started and leave it at the end; ``store``, if given, is the rendezvous.
+    """Join the processes that torchrun started, over ``store`` if it is given, and leave them at the end.
 
-    A collective that waits longer than ``timeout_s`` seconds for a peer raises. After an error the group is not torn
-    down, because that would wait for the peers: the process is expected to end. Raises `UserError` outside torchrun,
-    or if there are more processes than GPUs on a host.
+    A collective that waits longer than ``timeout_s`` seconds for a peer raises. After an error the group is not
+    destroyed, because that would wait for the peers: the process is expected to end. Raises `UserError` outside
+    torchrun, or if a host has more processes than GPUs.
     """
     init_process_group(timeout_s, store=store)
     yield
@@ -33,7 +33,7 @@ def process_group(timeout_s: float, *, store: dist.Store | None = None) -> Itera
 
 
 def init_process_group(timeout_s: float, *, store: dist.Store | None = None) -> None:
-    """Join the process group that torchrun started."""
+    """Join the processes that torchrun started."""
     _check_environment()
     quiet_notices()
     timeout = timedelta(seconds=timeout_s)
@@ -60,11 +60,11 @@ def init_process_group(timeout_s: float, *, store: dist.Store | None = None) -> 
 
 @contextmanager
 def fake_group(rank: int, size: int) -> Iterator[None]:
-    """Make this process one rank of a world without other processes: collectives have shapes and no effect.
+    """Make this process one rank of a fake world: collectives return the right shapes and have no effect.
 
-    An existing process group, which would otherwise be destroyed too, is set aside and restored at the end.
+    An existing process group, which would be destroyed with the fake one, is set aside and restored at the end.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # which a run does without
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # not needed by a run
 
     quiet_notices()
     own = dist.distributed_c10d._world if dist.is_initialized() else None
@@ -90,7 +90,7 @@ def quiet_notices() -> None:
 
     DTensor logs how it redistributes (by all-gather on gloo, or axis by axis). FSDP warns of a layer that returns a
     view, which would matter only if the next layer changed it in place, and none does. Fake tensors log the traceback
-    of a failing operation before it raises. torch.compile misses a stable hash of torchao's states for its cache.
+    of a failing operation before it raises. torch.compile warns that torchao's states have no stable hash for caching.
     """
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     for name in ("_collective_utils", "_redistribute"):
@@ -117,7 +117,7 @@ def local_rank() -> int:
 
 
 def host_ranks() -> range:
-    """Return the ranks that torchrun started on this host."""
+    """Ranks that torchrun started on this host."""
     first = int(os.environ["RANK"]) - local_rank()
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 

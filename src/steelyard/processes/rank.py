@@ -1,10 +1,10 @@
-"""Main function of one process of a run: its work, the report of its failure, and its end when its parent has ended.
+"""Life cycle of one process of a run: its work, the report of its failure, and its end once its parent has ended.
 
 Under `steelyard.processes.start` an error goes to the launcher, which shows only the first one. Under a torchrun that
-was started by hand it goes to stderr: an error that all processes of a host see is printed by one of them.
+was started by hand it goes to stderr; a mistake that all processes of a host see is printed by one of them.
 
-On Linux the kernel ends a process when its parent has ended, whatever it is doing. On other systems, and where the
-parent must be given a chance to clean up, a polling thread does.
+On Linux the kernel kills a process once its parent has ended, whatever the process is doing. A polling thread does so
+on other systems, and if the process needs a chance to clean up.
 """
 
 import ctypes
@@ -27,21 +27,21 @@ from steelyard.processes.failure import (
 )
 
 PARENT_VARIABLE = "STEELYARD_PARENT"
-"""Environment variable with the id of the process that starts the others: their expected parent."""
+"""Environment variable with the ID of the process that starts others, which they expect as their parent."""
 _CHECK_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Have this process killed after its parent has ended, even while it is stuck outside Python."""
-    # the kernel sends this process a signal when the thread that started it ends; Linux only
+    """Have this process killed once its parent has ended, even while it is stuck outside Python."""
+    # the kernel then sends this process a signal when the thread that started it ends; Linux only
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     watch_parent(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def watch_parent(when_gone: Callable[[], None]) -> None:
-    """Call ``when_gone`` from a thread after the parent of this process has ended, or at once if it already has."""
+    """Call ``when_gone`` from a thread once the parent of this process has ended, or at once if it already has."""
     parent = int(os.environ.get(PARENT_VARIABLE, "0")) or os.getppid()
 
     def watch() -> None:
@@ -53,7 +53,7 @@ def watch_parent(when_gone: Callable[[], None]) -> None:
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """End this process without unloading it, because threads of collectives could block or crash a normal exit."""
+    """End this process without unloading it, so that threads of collectives neither block nor crash its exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
@@ -63,7 +63,7 @@ FAILED = 1
 
 
 def run_rank(work: Callable[[], None]) -> None:
-    """Run ``work`` as one rank, report a failure, and end the process."""
+    """Run ``work`` as one rank, report its failure if it fails, and end the process."""
     end_with_parent()
     escape_unprintable()
     begin_attempt()
@@ -81,7 +81,7 @@ def _report(failure: Failure) -> None:
     if folder is not None:
         write_failure(failure, folder)
         return
-    import torch.distributed as dist  # which the process that starts others does without
+    import torch.distributed as dist  # not needed by the process that starts others
 
     if dist.is_initialized() and not failure.is_final:
         print(f"rank {failure.rank} failed:\n{failure.traceback}", file=sys.stderr)
@@ -90,7 +90,7 @@ def _report(failure: Failure) -> None:
 
 
 def _speaks_first() -> bool:
-    """Return whether no other process of this torchrun has reported an error that all of them see."""
+    """Return whether no other process of this torchrun has reported a mistake that all of them see."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         return True

@@ -30,19 +30,19 @@ from steelyard.processes.stop import END_SIGNAL, STOP_SIGNALS, StoppedError, Sto
 
 _AGENT = "steelyard.processes.agent"
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|lost connection|remote process|timed out", re.I)
-"""Messages of errors that a process gets because another process has ended."""
+"""Errors that a process raises because another one is lost."""
 RESTARTS_VARIABLE = "STEELYARD_ELASTIC"
-"""Environment variable with the number of restarts before a device is given up; absent if a run is not elastic."""
+"""Environment variable with the number of restarts after which a device is given up; absent if not elastic."""
 TAKEN_IN_VARIABLE = "STEELYARD_TAKEN_IN"
 """Environment variable of processes that were restarted because others came back, not because one failed."""
 LOST_VARIABLE = "STEELYARD_LOST"
-"""Environment variable with the reason why processes were restarted."""
+"""Environment variable of restarted processes with the reason."""
 RETURN_SIGNAL = signal.SIGUSR2
-"""Signal that tells an elastic run that the lost devices of this host are back."""
+"""Signal to an elastic run that the devices of this host that were given up are back."""
 _MOST_RESTARTS = 1_000_000
-"""Value of torchrun's ``--max-restarts`` if the agent itself counts restarts (`steelyard.processes.elastic`)."""
+"""Restart limit for torchrun if the agent itself counts restarts (`steelyard.processes.elastic`)."""
 _LAST_CALL_S = 2 * END_S
-"""Seconds that hosts wait for others in a rendezvous, because processes there may take `END_S` seconds to end."""
+"""Seconds that hosts that could continue wait for others, whose processes may take `END_S` seconds to end."""
 _STDERR = 2
 _NUM_SHOWN_LINES = 25
 _SIGNAL_HINTS = {
@@ -61,7 +61,7 @@ class Elastic:
     """HOST:PORT of the rendezvous, on one of the hosts; None for this host alone."""
 
     def arguments(self) -> list[str]:
-        """Return the arguments for torchrun."""
+        """Return the options as arguments of torchrun."""
         if self.rendezvous is None:
             return ["--standalone"]
         return [
@@ -74,7 +74,7 @@ class Elastic:
 
 
 class RankUserError(UserError):
-    """A user error that only a process of the run could detect; the message is the process's own."""
+    """Mistake of the user that only a process of the run could see; the message is that of the process."""
 
     def __init__(self, message: str) -> None:
         self.message = message
@@ -96,11 +96,12 @@ def run_processes(
 ) -> None:
     """Run ``module`` in ``num_processes`` processes under torchrun until all have ended.
 
-    If one fails, torchrun ends the others and restarts all, up to ``restarts`` times. An ``elastic`` run then continues
-    with the remaining devices, and takes the lost ones back when this process gets `RETURN_SIGNAL`. With
-    ``stdout_to_stderr`` the processes print to stderr, and stdout is left to the caller. A stop signal ends all at
-    once, or, with ``stop_s``, asks them to save within that many seconds and to end with `StoppedError`. Raises
-    `RankUserError` or `RankFailedError` with the error of the process that failed first in the last attempt.
+    When one fails, torchrun ends the others and restarts all, up to ``restarts`` times. An ``elastic`` run then
+    continues with the remaining hosts and devices, and takes lost devices back when this process gets `RETURN_SIGNAL`.
+    ``stdout_to_stderr`` redirects the output of the processes, which leaves stdout to the caller. A stop signal ends
+    all processes at once or, with ``stop_s``, asks them to save within that many seconds and to end with
+    `StoppedError`. Raises `RankUserError` or `RankFailedError` with the error of the process that failed first in the
+    last attempt.
     """
     with tempfile.TemporaryDirectory(prefix="steelyard-") as folder:
         command = [sys.executable, "-m", _AGENT, *(elastic or Elastic()).arguments()]
@@ -122,7 +123,7 @@ def run_processes(
                     handlers[RETURN_SIGNAL] = lambda *_: agent.send_signal(RETURN_SIGNAL)
                 with handling(handlers):
                     exit_code = None
-                    while exit_code is None:  # wakes by itself: no signal that another thread took wakes it
+                    while exit_code is None:  # poll: a signal that another thread took does not wake it
                         with suppress(subprocess.TimeoutExpired):
                             exit_code = agent.wait(timeout=1)
                         stop.check()
@@ -143,7 +144,7 @@ def run_processes(
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:
-    """End torchrun and with it all its processes, after at most `END_S` + 5 seconds."""
+    """End torchrun and thereby all its processes, after at most `END_S` + 5 seconds."""
     agent.send_signal(END_SIGNAL)
     try:
         agent.wait(timeout=END_S + 5)
@@ -154,8 +155,8 @@ def _end(agent: subprocess.Popen[bytes]) -> None:
 def first_failure(failures: Iterable[Failure], ends: Mapping[int, End]) -> Failure | None:
     """Return the failure that came first.
 
-    It is the earliest reported one, unless that process only lost a peer and a peer ended without a report (killed by
-    a signal, for example when memory ran out) or hung until it was killed.
+    It is the earliest that a process reported, unless that process only lost a peer and a peer ended without a report
+    (killed by a signal, for example when memory ran out), or hung until it was killed.
     """
     reported = sorted(failures, key=lambda failure: failure.time_s)
     named = {failure.rank for failure in reported}
@@ -166,9 +167,9 @@ def first_failure(failures: Iterable[Failure], ends: Mapping[int, End]) -> Failu
 
 
 def _blame(end: End) -> int:
-    """Sort key of processes that ended without a report: the smaller, the more likely the cause of the failure.
+    """Return a sort key for a process that reported nothing; the lowest is the likeliest cause.
 
-    Order: ended by a signal or an exit code, hung, aborted by NCCL because a peer hung, ended by torchrun.
+    A process that a signal ended comes before one that hung, whose peers NCCL aborts, and those that torchrun ended.
     """
     by_signal = {int(signal.SIGABRT): 2, int(signal.SIGTERM): 3, int(END_SIGNAL): 3}
     return 1 if end.stood_still else by_signal.get(-end.exit_code, 0)
@@ -191,7 +192,7 @@ def _silent(rank: int, end: End, reported: Sequence[Failure]) -> Failure:
 
 
 def describe(failure: Failure) -> str:
-    """Format the failure for people: rank, type, message, and the end of the traceback if it says more."""
+    """Return the failure as text: rank, type, message, and the end of the traceback if that says more."""
     if not failure.error_type:
         return f"rank {failure.rank} {failure.message}"
     if failure.is_final:

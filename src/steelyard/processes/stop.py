@@ -1,8 +1,8 @@
-"""Stopping a run at a signal: its processes save at the end of the running step, then all end with one message.
+"""Stop a run at a signal: its processes save at the end of the running step, then all end with one message.
 
-The launcher writes a file that the ranks look for after each step, because it does not know their ids; a scheduler's
-signal to every process of a job reaches the ranks as well (torchrun's agent ignores it). The second signal to the
-launcher, or the end of its patience, ends all processes at once.
+The launcher writes a file that the ranks look for after each step, because it does not know their IDs. A scheduler's
+signal to every process of a job reaches the ranks as well (torchrun's agent ignores it). A second signal to the
+launcher, or its timeout, ends all processes at once.
 """
 
 import signal
@@ -19,12 +19,12 @@ from steelyard.processes.failure import failures_folder
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """SIGUSR1 is the usual warning before a time limit: ``sbatch --signal=USR1@300``."""
 END_SIGNAL = signal.SIGHUP
-"""Signal that ends torchrun's agent and its processes at once; the processes keep its default action."""
+"""Signal that ends torchrun's agent and its processes at once: they keep its default action."""
 _FILE = "stop"
 
 
 class StoppedError(RuntimeError):
-    """A run was asked to stop and has saved its state."""
+    """Raised when a run was asked to stop and has saved its state."""
 
     is_final = True
 
@@ -34,7 +34,7 @@ class StoppedError(RuntimeError):
 
 
 class EndedError(BaseException):
-    """A signal ended the command, which cleans up as after an error."""
+    """Raised when a signal asks the command to end; it cleans up as after an error."""
 
     def __init__(self, number: int, why: str = "") -> None:
         super().__init__(f"ended by {signal.Signals(number).name}{why}")
@@ -42,7 +42,7 @@ class EndedError(BaseException):
 
 
 class StopRequest:
-    """A signal handler of the launcher: asks the processes to stop, and at the second signal raises `EndedError`."""
+    """Signal handler of the launcher: asks the processes to stop, and raises `EndedError` at the second signal."""
 
     def __init__(self, folder: Path, within_s: float) -> None:
         self._folder, self._within_s = folder, within_s
@@ -66,19 +66,19 @@ class StopRequest:
         )
 
     def check(self) -> None:
-        """Raise `EndedError` if the processes have taken longer than they may."""
+        """Raise `EndedError` if the processes have exceeded their time limit."""
         if self._number and time.monotonic() - self._started_s > self._within_s:
             raise EndedError(self._number, f"; no checkpoint was complete within {self._within_s:g} s (--timeout-s)")
 
 
 class StopWatch:
-    """A signal handler of a rank: whether the rank itself or its launcher was asked to stop."""
+    """Signal handler of a rank: records whether the rank itself or its launcher was asked to stop."""
 
     def __init__(self) -> None:
         folder = failures_folder()
         self._file = None if folder is None else folder / _FILE
         self.number: int = signal.SIGTERM
-        """The signal received; SIGTERM if another host received it."""
+        """Number of the signal; SIGTERM if another host got it."""
         self._is_asked = False
 
     def __call__(self, number: int, _frame: object) -> None:
@@ -94,7 +94,7 @@ class StopWatch:
 
 @contextmanager
 def handling(handlers: Mapping[Any, Callable[[int, Any], Any]]) -> Iterator[None]:
-    """Handle signals in the context, except those that are ignored, as by nohup; only the main thread may."""
+    """Handle signals in the context, except those that are ignored (nohup); only the main thread can."""
     is_main = threading.current_thread() is threading.main_thread()
     wanted = {number: each for number, each in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
     before = {number: signal.signal(number, each) for number, each in wanted.items()} if is_main else {}
@@ -102,5 +102,5 @@ def handling(handlers: Mapping[Any, Callable[[int, Any], Any]]) -> Iterator[None
         yield
     finally:
         for number, each in before.items():
-            if signal.getsignal(number) != signal.SIG_IGN:  # set so by a handler, while the processes end
+            if signal.getsignal(number) != signal.SIG_IGN:  # ignored by a handler while the processes end
                 signal.signal(number, each)

@@ -1,4 +1,4 @@
-"""A model under a plan, in the user's own loop: `parallelize`, then `train_step` and any optimizer, or `eval_step`.
+"""A model under a plan for the user's own loop: `parallelize`, then `train_step` and any optimizer, or `eval_step`.
 
 Legend of shape suffixes: N samples of the global batch, B samples of this rank over all microbatches, S sequence.
 """
@@ -53,7 +53,7 @@ from steelyard.runtime.tied import find_shared_gradients
 
 
 class ParallelModel:
-    """This rank's part of a model that is trained under a plan. Made by `parallelize`."""
+    """This rank's part of a model that is trained under a plan, made by `parallelize`."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class ParallelModel:
         self.device = device
         self.clock = StageClock(device)
         self.num_steps = 0
-        """Steps that were trained; set it when a run is resumed, for dropout depends on it."""
+        """Number of steps trained; set it when resuming a run, because dropout depends on it."""
         self.router_loss: Tensor | None = None
-        """Auxiliary loss of routers in the last step, before its coefficient; None unless routers are trained."""
+        """Auxiliary loss of routers in the last step, without its coefficient; None if routers are not trained."""
         self.loss_scale = LossScale(plan.global_batch, device) if plan.precision == SCALES_LOSS else None
-        """Factor on the loss in the backward pass; None except in fp16."""
+        """Loss scale of the backward pass in fp16; None in other precisions."""
         self.asked_to_stop: Callable[[], bool] = lambda: False
-        """Asked at the end of each step: whether this rank should stop, which all ranks then know by `is_stopping`."""
+        """Callback at the end of each step: whether this rank should stop. All ranks then know it by `is_stopping`."""
         self._votes = torch.zeros(())
         self._seed = seed
         self._has_dropout = any(chunk.loop.has_dropout for chunk in chunks)
@@ -84,7 +84,7 @@ class ParallelModel:
 
     @property
     def layers(self) -> dict[str, ChainLayer]:
-        """The layers of this rank, those of all its chunks, by their number in the chain."""
+        """Layers of all chunks of this rank by their number in the chain."""
         return {name: layer for chunk in self.chunks for name, layer in chunk.layers.items()}
 
     @property
@@ -102,23 +102,25 @@ class ParallelModel:
 
     @property
     def router_coefficient(self) -> float:
-        """Coefficient of the routers' auxiliary loss; 0 if they are not trained."""
+        """Coefficient of the routers' auxiliary loss; 0 if routers are not trained."""
         routers = self.chunks[0].routers
         return routers.loss.coefficient if routers else 0.0
 
     def train_step(
         self, read: Callable[[list[int]], Tensor | Samples], *, num_targets: int | Tensor | None = None
     ) -> Tensor:
-        """Forward and backward of one global batch; returns its mean loss, the same on every rank.
+        """Run forward and backward of one global batch; return its mean loss, identical on every rank.
 
-        Where routers are trained, their loss is part of it (and by itself in `router_loss`).
-        ``read`` maps indices into the global batch to their token ids [len, S + 1], or to what their `Samples` are.
-        ``num_targets`` is the number of targets in the whole batch, over which the loss is the mean. Give it where
-        labels of next-token prediction are `IGNORED` in places (prompts, padding); otherwise every token is a target.
-        Gradients are added to ``.grad``. In fp16 they are dropped, and with them the optimizer's step, where those of
-        any rank are not finite (`LossScale.is_skipped`); where that does not end, it raises `DivergedError`.
-        Of a user's own module it returns what the ``sample`` of `find_plan` was, for
-        these samples; it is called on every process, and must return the same for a sample wherever it is called.
+        If routers are trained, the loss includes their loss (which is in `router_loss` by itself). ``read`` maps
+        indices into the global batch to their token ids [len, S + 1], or to their `Samples`. For a user's own module
+        ``read`` returns, for these samples, what the ``sample`` of `find_plan` was; it is called on every process, and
+        must return the same for a sample wherever it is called.
+
+        ``num_targets`` is the number of targets in the whole batch, over which the loss is averaged. Give it if some
+        labels of next-token prediction are `IGNORED` (prompts, padding); by default every token is a target.
+
+        Gradients are added to ``.grad``. In fp16 they are dropped if those of any rank are not finite
+        (`LossScale.is_skipped`), and the optimizer's step with them. Raises `DivergedError` if that does not end.
         """
         if self.loss_scale is not None:
             self.loss_scale.take_in(self._local_gradients())
@@ -140,10 +142,10 @@ class ParallelModel:
     def eval_step(
         self, read: Callable[[list[int]], Tensor | Samples], *, num_targets: int | Tensor | None = None
     ) -> Tensor:
-        """Forward pass alone of one global batch, in evaluation mode; returns its mean loss, the same on every rank.
+        """Run the forward pass of one global batch in evaluation mode; return its mean loss, identical on every rank.
 
-        Arguments are those of `train_step`. Parameters, gradients, the number of steps and random generators stay as
-        they are.
+        Takes the arguments of `train_step`. Parameters, gradients, the number of steps and random generators do not
+        change.
         """
         with torch.no_grad(), _evaluating(self.chunks):
             losses = self._run_passes(read, num_targets)
@@ -154,8 +156,8 @@ class ParallelModel:
     def predict_step(self, read: Callable[[list[int]], Tensor | Samples]) -> Tensor:
         """Return the logits [N, S, V] of a global batch in fp32, or [N, V] of images, on every rank.
 
-        Else as `eval_step`. Every rank takes the memory of all of them. Raises `InvalidModelError` for a user's own
-        module, which returns a loss.
+        Otherwise the same as `eval_step`. Every rank needs memory for all logits. Raises `InvalidModelError` for a
+        user's own module, which returns a loss.
         """
         if self.chain.split.module:
             raise InvalidModelError(
@@ -180,7 +182,7 @@ class ParallelModel:
         logits = torch.full((count, int(width)), -torch.inf, device=self.device)
         for places, part in found:
             logits[places.flatten()] = part.flatten(0, -2)
-        dist.all_reduce(logits, dist.ReduceOp.MAX)  # of copies, and of ranks that have others
+        dist.all_reduce(logits, dist.ReduceOp.MAX)  # over copies, and ranks that have other logits
         return logits.unflatten(0, (self.plan.global_batch, -1)) if self.chain.family.task.reads_text else logits
 
     def _run_passes(
@@ -197,7 +199,7 @@ class ParallelModel:
         inputs, labels = self.input_samples(), self.label_samples()
         tokens_BS = Samples.of(read(inputs)).inputs.to(self.device) if inputs is not None else None  # noqa: N806
         labels_BS = Samples.of(read(labels)).labels.to(self.device) if labels is not None else None  # noqa: N806
-        if predicts and labels is not None:  # in the place of labels where each of them is in the global batch
+        if predicts and labels is not None:  # instead of labels, their places in the global batch
             labels_BS = torch.tensor(labels, device=self.device)  # noqa: N806
             if self.chain.family.task.reads_text:
                 places_S = torch.arange(self.plan.seq_len, device=self.device)  # noqa: N806
@@ -206,7 +208,7 @@ class ParallelModel:
         self._count_targets(labels_BS, num_targets)
         for chunk in self.chunks:
             chunk.begin_step(self.plan.num_microbatches, (self._seed, self.num_steps))
-        # leaves the random generators of the user's own loop as they were
+        # do not change the random generators of the user's own loop
         devices = [self.device] if self.device.type == "cuda" else []
         is_divided = self.is_last_stage and self.plan.strategies[-1].tensor_degree > 1  # the vocabulary
         forked = torch.random.fork_rng(devices) if self._has_dropout else nullcontext()
@@ -214,7 +216,7 @@ class ParallelModel:
             return self._step_microbatches(tokens_BS, {k: each for k, each in targets.items() if each is not None})
 
     def _mean_loss(self, losses: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a global batch, and the routers' part if they are trained."""
+        """Return the loss of a global batch, and the routers' loss if routers are trained."""
         sums = torch.zeros(2, device=self.device)
         if losses:
             sums[0] = torch.stack(losses).sum() / self.plan.strategies[-1].tensor_degree
@@ -224,7 +226,7 @@ class ParallelModel:
         total, self._votes = sums.unbind()
         if (routers := self.chunks[-1].routers) is None:
             return total, None
-        of_routers = torch.zeros((), device=self.device)  # the mean over microbatches, on every rank of the last stage
+        of_routers = torch.zeros((), device=self.device)  # mean over microbatches, on every rank of the last stage
         if routers.losses:
             of_routers += torch.stack(routers.losses).sum() / (self.plan.num_microbatches * self.plan.stage_sizes[-1])
             routers.losses.clear()
@@ -233,19 +235,19 @@ class ParallelModel:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether any rank was asked to stop (`asked_to_stop`) by the end of the last step; the same on every rank."""
+        """Whether any rank was asked to stop (`asked_to_stop`) by the end of the last step; identical on every rank."""
         return bool(self._votes.item())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's sharded parameters by their path below the chain's layers, ``3.block.mlp.up_proj.weight``."""
+        """Return this rank's sharded parameters by their path in the chain's layers, ``3.block.mlp.up_proj.weight``."""
         return concatenated.from_iterable(chunk.layers.named_parameters() for chunk in self.chunks)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield this rank's sharded parameters."""
+        """Return this rank's sharded parameters."""
         return concatenated.from_iterable(chunk.layers.parameters() for chunk in self.chunks)
 
     def make_optimizers(self, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> list[Optimizer]:
-        """One optimizer per mesh and placement among trained parameters: fused updates do not mix meshes."""
+        """Make one optimizer per mesh and placement of trained parameters, because fused updates do not mix meshes."""
         groups: dict[object, list[nn.Parameter]] = {}
         for parameter in (each for each in self.parameters() if each.requires_grad):
             key = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
@@ -300,7 +302,7 @@ class ParallelModel:
         return decoder_inputs(labels, self.chunks[0].side.model_config, self.chain.features)
 
     def _deal_out(self, read: Callable[[list[int]], Any]) -> None:
-        """Give every layer of a user's own module this rank's samples, microbatch by microbatch."""
+        """Give every layer of a user's own module this rank's samples of it, microbatch by microbatch."""
         split, count = self.chain.split, self.plan.num_microbatches
         assert isinstance(split, OwnSplit), "asked for a user's own module alone"
         found: dict[tuple[int, ...], Any] = {}
@@ -321,7 +323,7 @@ class ParallelModel:
                     batches[int(name)] = batch
 
     def _count_targets(self, labels_BS: Tensor | None, num_targets: int | Tensor | None) -> None:  # noqa: N803
-        """Tell the parts the number of targets of the global batch; count them if it differs between batches."""
+        """Set the number of targets of the global batch in all parts; count them if it differs between batches."""
         task = self.chain.family.task
         if num_targets is None and task is not Task.CAUSAL_LM and task.reads_text:
             num_targets = torch.zeros((), device=self.device)
@@ -372,7 +374,7 @@ class ParallelModel:
         return step
 
     def _pipeline_part(self, chunk: StageModule, index: int) -> PipelinePart:
-        """Part ``index`` of the pipeline, in the order of the layers."""
+        """Build part ``index`` of the pipeline; parts are in the order of the layers."""
         part = PipelinePart(
             chunk,
             index,
@@ -389,7 +391,7 @@ class ParallelModel:
         return part
 
     def _example(self, index: int, *, is_input: bool) -> Tensor | tuple[Tensor, ...]:
-        """Tensors of the shape and type that part ``index`` receives or sends for one microbatch."""
+        """Return meta tensors of the shape and type that part ``index`` receives or sends for one microbatch."""
         if is_input and index == 0:
             samples = self.plan.microbatch_samples // self.plan.strategies[0].sample_degree
             return blank_samples(self.chain, samples, self.plan.seq_len)[0].to("meta")
@@ -413,7 +415,7 @@ class ParallelModel:
             yield before.of_copies, after.of_copies, routers.loss.shape, {"dtype": torch.float32, "requires_grad": True}
 
     def _exchange(self, index: int) -> Exchange:
-        """Return the pieces that part ``index`` of the pipeline exchanges with the ranks of neighbouring parts."""
+        """Return the pieces that part ``index`` of the pipeline exchanges with the ranks of its neighbours."""
         rank, found = dist.get_rank(), {}
         if index > 0:
             crossing = list(self._crossing(index))
@@ -430,7 +432,7 @@ class ParallelModel:
 
 @contextmanager
 def _evaluating(chunks: Iterable[StageModule]) -> Iterator[None]:
-    """Put modules in evaluation mode in the context, including those that run in a layer and are not its own."""
+    """Put the modules of the chunks in evaluation mode, including those that run in a layer but are not its own."""
     beside = (each for chunk in chunks for layer in chunk.layers.values() for each in layer.beside)
     modes = [(module, module.training) for each in (*chunks, *beside) for module in each.modules()]
     for module, _ in modes:
@@ -443,7 +445,7 @@ def _evaluating(chunks: Iterable[StageModule]) -> Iterator[None]:
 
 
 def _numbers(samples: list[int]) -> Samples:
-    """Samples by their numbers alone, which is what passes along the chain of a user's own module."""
+    """Return the sample numbers as `Samples`: the input of the chain of a user's own module."""
     return Samples(inputs=torch.tensor(samples), labels=torch.tensor(samples))
 
 
@@ -451,12 +453,12 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
     """Return this rank's part of ``model`` under ``plan``; call it on every process of the plan's world.
 
     ``model`` is an unmodified `transformers` causal language model of the plan's config. On the meta device it gets
-    first weights that depend on ``seed`` alone, layer by layer; otherwise its weights are kept. Its modules are used in
-    place. The process group must be initialised (under torchrun, by `steelyard.processes.group`).
-    A `peft.PeftModel` of a plan that was made for it keeps its adapters.
-    Or it is any module with weights, of a plan that was made for it with `find_plan(model, …, sample=…)`; ``loss`` is
-    then as it was there. Raises `InvalidPlanError` or `InvalidModelError` if the world size or the model is not the
-    plan's.
+    initial weights that depend only on ``seed``, layer by layer; otherwise its weights are kept. Its modules are used
+    in place. A `peft.PeftModel` whose plan was made for it keeps its adapters.
+
+    ``model`` can also be any module with weights whose plan was made with `find_plan(model, …, sample=…)`; ``loss`` is
+    then the one given there. The process group must be initialised (under torchrun, by `steelyard.processes.group`).
+    Raises `InvalidPlanError` or `InvalidModelError` if the world size or the model is not the plan's.
     """
     check_engine(plan)
     check_world_size(plan, dist.get_world_size())
@@ -471,7 +473,7 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
 
 
 def _unwrapped(model: nn.Module, plan: Plan) -> nn.Module:
-    """Return the model in one that its user has changed. Raises `InvalidPlanError` if it is not as in the plan."""
+    """Return the model inside one that its user has changed. Raises `InvalidPlanError` if the plan differs."""
     changed = changed_by_user(model)
     if changed is None:
         return model
@@ -489,7 +491,7 @@ def _unwrapped(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def parallelize_checked(model: PreTrainedModel | OwnModel, plan: Plan, seed: int) -> ParallelModel:
-    """Return this rank's part of a model that is known to be the plan's, as `parallelize` makes it."""
+    """Return this rank's part of a model that is known to be the plan's, as `parallelize` does."""
     device = current_device()
     return parallelize_on(build_mesh(plan, device.type), device, model, plan, seed=seed)
 
@@ -497,19 +499,19 @@ def parallelize_checked(model: PreTrainedModel | OwnModel, plan: Plan, seed: int
 def parallelize_on(
     mesh: PlanMesh, device: torch.device, model: PreTrainedModel | OwnModel, plan: Plan, *, seed: int
 ) -> ParallelModel:
-    """Return this rank's part of ``model`` on a mesh of the plan that exists already; else as `parallelize`."""
+    """Return this rank's part of ``model`` on an existing mesh of the plan; otherwise as `parallelize`."""
     chain = plan.chain()
     chunks = build_chunks(model, plan, chain, mesh, seed=seed, device=device)
     return ParallelModel(plan, chain, mesh, chunks, device, seed=seed)
 
 
 def parallelize_plan(plan: Plan, *, seed: int = 0) -> ParallelModel:
-    """Return this rank's part of the plan's own model with first weights, as `parallelize` makes it."""
+    """Return this rank's part of the plan's own model with initial weights, as `parallelize` does."""
     return parallelize(build_meta_model(plan.chain()), plan, seed=seed)
 
 
 def _copies(parameter: nn.Parameter, strategy: Strategy) -> int:
-    """Ranks of a stage that hold the same part of the parameter."""
+    """Number of ranks of a stage that hold the same part of the parameter."""
     if not isinstance(parameter, DTensor):
         return strategy.num_devices
     mesh = parameter.device_mesh
@@ -518,7 +520,7 @@ def _copies(parameter: nn.Parameter, strategy: Strategy) -> int:
 
 
 def check_same_model(config: Any, chain: ModelChain) -> None:
-    """Raise `InvalidPlanError` unless a `transformers` config has the sizes of the plan's model; None is no config."""
+    """Raise `InvalidPlanError` unless a `transformers` config (None: no config) has the sizes of the plan's model."""
     if config is None:
         raise InvalidPlanError(
             field="model",
@@ -531,7 +533,7 @@ def check_same_model(config: Any, chain: ModelChain) -> None:
     model_type = own_type if parts else chain.family.model_type
     of_layers = getattr(config, "per_layer_attributes", None) or ()  # which a whole config refuses to be asked for
     written = config.to_dict() if of_layers else {}
-    made = hub_config(chain)  # of some types what a config gives is not what it is taken for
+    made = hub_config(chain)  # some config types return other values than they were given
     sizes = {key: size if key in of_layers else getattr(made, key, size) for key, size in chain.sizes.items()}
     for key, expected in {"model_type": model_type, **sizes}.items():
         found = written.get(key) if key in of_layers else getattr(config, key, None)

@@ -1,12 +1,12 @@
-"""Compares training under a plan with training in one process: losses, gradients, their norm, and the weights.
+"""Comparison of training under a plan with training in one process: losses, gradients, their norm, and weights.
 
 One process trains the unmodified `transformers` model (`train_alone`); then the processes of the plan train the same
-first weights on the same samples and compare with it, tensor by tensor (`compare`). A difference of gradients is the
-largest of an entry, as a share of the largest entry of its tensor.
+initial weights on the same samples and compare tensor by tensor (`compare`). The error of a gradient is the largest
+difference of an entry relative to the largest entry of its tensor.
 
-The optimizer is SGD with momentum. AdamW would do for neither purpose: it divides by the root of the second moment, so
-rounding noise in entries near zero grows to the size of a step, while a gradient that is wrong by a constant factor
-(averaged instead of summed) changes nothing.
+The optimizer is SGD with momentum. AdamW is unsuitable because it divides by the root of the second moment: rounding
+noise in entries near zero grows to the size of a step, while a gradient that is wrong by a constant factor (averaged
+instead of summed) changes nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,28 +43,28 @@ from steelyard.runtime.state import ParameterNames, parameter_names
 MAX_NORM = 0.5
 _LEARNING_RATE, _MOMENTUM = 0.3, 0.9
 SMALL = 1e-3
-"""Fraction of the largest entry of all tensors that smaller tensors are compared with. An example is the gradient of a
-key's bias, which is truly zero (softmax ignores a shift of all scores)."""
+"""Minimum scale of a comparison, relative to the largest entry of all tensors. It is for tensors such as the gradient
+of a key's bias, which is exactly zero in theory (softmax ignores a shift of all scores)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Reference:
-    """Results of one process, step by step; tensors by their name in the unmodified model."""
+    """Results of one process step by step; tensors by their name in the unmodified model."""
 
     losses: list[float] = field(default_factory=list)
     router_losses: list[float] = field(default_factory=list)
-    """Losses of routers by themselves; empty unless routers are trained."""
+    """Loss of routers by itself, if routers are trained."""
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """After the last step."""
+    """Weights after the last step."""
     names: ParameterNames
-    """Names of every plan's parameters."""
+    """Names of the parameters, the same for every plan."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """Losses and norms of both, and the largest differences over all steps, tensors and ranks."""
+    """Losses and norms of both runs, and the largest differences over all steps, tensors and ranks."""
 
     losses: list[float] = field(default_factory=list)
     expected_losses: list[float] = field(default_factory=list)
@@ -76,20 +76,20 @@ class Comparison:
     gradient_tensor: str = ""
     """Name of the tensor whose gradients differ most."""
     weight_error: float | None = None
-    """Absent where not all steps of the reference were run."""
+    """Largest difference of the weights; None if not all steps of the reference were run."""
     same_loss_on_all_ranks: bool = True
     strategies: tuple[str, ...] = ()
-    """Strategies that the runtime applied to each layer, written as in plans."""
+    """Strategy that the runtime applied to each layer, written as in plans."""
 
     @property
     def loss_error(self) -> float:
-        """The largest relative difference of a loss."""
+        """Largest relative difference of a loss."""
         pairs = zip(self.losses, self.expected_losses, strict=True)
         return max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
 
 
 def samples_of_step(chain: ModelChain, *, num_samples: int, seq_len: int, step: int) -> Samples:
-    """The global batch of a step. Token ids of next-token prediction count on by 1, 2 or 3, which a model learns."""
+    """Return the global batch of a step. For next-token prediction, ids increase by 1, 2 or 3, which a model learns."""
     generator = torch.Generator().manual_seed(step)
     if chain.family.task is Task.CAUSAL_LM:
         first_N1 = torch.randint(0, chain.vocab_size, (num_samples, 1), generator=generator)  # noqa: N806
@@ -103,14 +103,14 @@ def samples_of_step(chain: ModelChain, *, num_samples: int, seq_len: int, step: 
 
 
 def _without_padding(tokens: Tensor, chain: ModelChain) -> Tensor:
-    """Return the tokens with the one behind it in the place of that of padding, which some models read as no token."""
+    """Replace the padding token, which some models read as no token, by the next token id."""
     parts = (chain.config, *(each for each in chain.config.values() if isinstance(each, Mapping)))
     padding = next((token for each in parts if isinstance(token := each.get("pad_token_id"), int)), None)
     return tokens if padding is None else tokens.masked_fill(tokens == padding, (padding + 1) % chain.vocab_size)
 
 
 class _LocalSGD(LocalUpdates, SGD):
-    """SGD on each rank's part of the parameters, where `SGD` itself would keep momenta that no later step finds."""
+    """SGD on each rank's part of the parameters, for which `SGD` itself would keep momenta that no later step finds."""
 
     def _init_group(self, group: dict[str, Any], *found: list[Any]) -> bool:
         for parameter in group["params"]:
@@ -122,13 +122,13 @@ class _LocalSGD(LocalUpdates, SGD):
 def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
     """Train the unmodified model of a plan in this process, in fp32, on the whole global batch at once.
 
-    If routers are trained, one microbatch after another, because the loss of routers is per microbatch.
+    If routers are trained, it takes one microbatch after another, because their loss is per microbatch.
     """
     chain = plan.chain()
     model = build_model(chain, seed=seed)
     freeze_model(model, chain)
     optimizer = SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
-    named = model.named_parameters(remove_duplicate=False)  # layers may know a tied one by another name
+    named = model.named_parameters(remove_duplicate=False)  # layers may use another name of a tied parameter
     parameters = [(own_name(name), parameter) for name, parameter in named]
     found = Reference(names=parameter_names(chain))
     for step in range(num_steps):
@@ -149,7 +149,8 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
 def _backward(model: PreTrainedModel, chain: ModelChain, samples: Samples, count: int) -> tuple[float, float]:
     """Add the gradients of one of ``count`` microbatches; return its share of the loss and of the routers' loss.
 
-    `transformers` computes the loss, except for next-token prediction, because it would shift the labels again.
+    The loss is the one that `transformers` computes, except for next-token prediction, where `transformers` would shift
+    the labels a second time.
     """
     routers = torch.zeros(())
     options = {key: value for key, value in forward_options(model).items() if key != ROUTER_LOSS}
@@ -175,7 +176,7 @@ def _backward(model: PreTrainedModel, chain: ModelChain, samples: Samples, count
 def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> Comparison:
     """Train under the plan and compare with one process; call it on every process of the plan.
 
-    Every rank returns the differences of the rank where gradients differ most.
+    Every rank returns the differences of the rank whose gradients differ most.
     """
     model = parallelize_plan(plan, seed=seed)
     optimizer = _LocalSGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
@@ -183,7 +184,7 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
     for step in range(num_steps):
         with observe_layers(model) as passed:
             loss = model.train_step(_reader(model, step))
-            while model.loss_scale is not None and model.loss_scale.is_skipped:  # again, with half the scale
+            while model.loss_scale is not None and model.loss_scale.is_skipped:  # repeat with half the scale
                 loss = model.train_step(_reader(model, step))
             found.losses.append(loss.item())
         if model.router_loss is not None:
@@ -210,7 +211,7 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Nothing but zeros for a parameter that the loss does not depend on."""
+    """Return the gradient of a parameter, zeros if the loss does not depend on it."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
@@ -226,9 +227,9 @@ def _largest_difference(
     expected: Mapping[str, Tensor],
     value: Callable[[nn.Parameter], Tensor],
 ) -> tuple[float, str]:
-    """Return the largest difference of an entry, as a share of the largest entry of its tensor, and the tensor's name.
+    """Return the largest difference of an entry relative to the largest entry of its tensor, and the tensor's name.
 
-    ``names`` are those of parameters in the unmodified model, by their path.
+    ``names`` are the names of parameters in the unmodified model by their path.
     """
     worst, where = 0.0, ""
     least = SMALL * max(float(each.abs().max()) for each in expected.values() if each.numel())

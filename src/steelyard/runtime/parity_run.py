@@ -1,4 +1,4 @@
-"""Compares a user's plan with one process on this host: starts the plan's processes and returns what they found.
+"""Comparison of a user's plan with one process on this host: starts the plan's processes and returns their results.
 
 Imports no torch: the command line that calls it starts at once.
 """
@@ -19,7 +19,7 @@ SEED = 1
 
 
 def launch_parity(plan: Plan, *, num_steps: int, max_processes: int) -> dict[str, Any]:
-    """Run the processes of a plan; return their results as the fields of `steelyard.runtime.parity.Comparison`.
+    """Compare a plan with one process; return the fields of `steelyard.runtime.parity.Comparison` and the loss error.
 
     Raises `InvalidPlanError` if the plan has more ranks than ``max_processes``.
     """

@@ -1,13 +1,13 @@
-"""Measures the most bytes that a process's tensors hold at once during a piece of work, and which term each belongs to.
+"""Measurement of the peak memory of a process's tensors during a piece of work, in bytes by term.
 
-On a GPU the allocator counts. Elsewhere a dispatch mode sees every tensor that an operation returns and follows its
-storage until that is freed or resized (FSDP frees gathered parameters by resizing them to nothing), so parameters,
-gradients, optimizer states, activations and gathered parameters all count, each storage once. A storage belongs to the
-term that it was assigned to last, or to the working set. Terms are assigned after the fact (a gradient is known as one
-when the optimizer is about to read it), so the peak is put together when the step has ended.
+On a GPU the allocator counts. On other devices a dispatch mode sees every tensor that an operation returns and tracks
+its storage until the storage is freed or resized (FSDP frees gathered parameters by resizing them to zero). Parameters,
+gradients, optimizer states, activations and gathered parameters are all counted, each storage once. A storage belongs
+to the term that it was assigned to last, or to the working set. Terms are assigned afterwards (a gradient is only known
+as such when the optimizer is about to read it), so the peak is assembled after the step.
 
-Not counted on the CPU: scratch memory inside an operation, and the process itself (code, libraries). Nor is what
-DTensor makes to learn the shape of a result: tensors without memory.
+Not counted on the CPU: scratch memory inside an operation, the process itself (code, libraries), and the tensors
+without memory from which DTensor learns the shape of a result.
 """
 
 import weakref
@@ -36,15 +36,15 @@ STORAGE_METHOD = "live tensor storages"
 
 
 def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context that measures the peak of what its body allocates together with ``tensors``, which live already.
+    """Return a context that measures the peak of the existing ``tensors`` and the allocations of its body.
 
-    ``peak_bytes`` of what it yields is final when the context ends.
+    It yields an object whose ``peak_bytes`` is final when the context ends.
     """
     return _cuda_peak(device) if device.type == "cuda" else LiveStorages(tensors)
 
 
 def memory_method(device: torch.device) -> str:
-    """Return the method by which `measure_peak` measures on a device."""
+    """Name of the method that `measure_peak` uses on a device."""
     return CUDA_METHOD if device.type == "cuda" else STORAGE_METHOD
 
 
@@ -61,7 +61,7 @@ TERMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most bytes that lived at once during a step, by term, and what ran then."""
+    """Peak bytes of live tensors during a step by term, and the place in the step where the peak was reached."""
 
     terms: dict[str, int]
     where: str
@@ -73,24 +73,24 @@ class Peak:
 
 
 class LiveStorages(FakeOpMode):
-    """The bytes of all storages that operations under this mode return, and of those of ``tensors``, with a history.
+    """Dispatch mode that counts the bytes of all storages of ``tensors`` and of the results of operations.
 
-    By it those that lived at the peak can be told apart afterwards. Operations on fake tensors in ``seen`` are not run
-    again: layers, microbatches and ranks repeat each other.
+    Its history tells which storages were alive at the peak. Operations on fake tensors in ``seen`` are not run again,
+    because layers, microbatches and ranks repeat each other.
     """
 
     def __init__(self, tensors: Iterable[Tensor], seen: FakeOpCache[None] | None = None) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
         self.host_bytes = 0
-        """The most in host memory, which the others do not count."""
+        """Peak bytes in host memory, which the other counters leave out."""
         self.num_born = 0
-        """Storages that were seen so far."""
+        """Number of storages seen so far."""
         self.place = "building the model"
         self._on_host: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._sizes: dict[int, int] = {}
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        """Numbers in the order of birth, by which the history knows storages."""
+        """Serial number of each live storage, used in the history, and a weak reference to it."""
         self._terms: dict[int, str] = {}
         self._before: Counter[int] = Counter()
         self._events: list[tuple[int, int]] = []
@@ -112,7 +112,7 @@ class LiveStorages(FakeOpMode):
         return super().__enter__()
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operation and track the tensors that it returns."""
+        """Run the operation and track its results."""
         if self._seen is None:
             result = func(*args, **kwargs)
         else:
@@ -123,7 +123,7 @@ class LiveStorages(FakeOpMode):
         return result
 
     def begin(self) -> None:
-        """Start a new measurement: the bytes live now are the first candidate for the peak."""
+        """Start a new measurement; the current live bytes are the first candidate for the peak."""
         for identity, num_bytes in self._events:
             self._before[identity] += num_bytes
         self._before, self._events = +self._before, []
@@ -141,21 +141,21 @@ class LiveStorages(FakeOpMode):
         return Peak(terms={name: terms[name] for name in TERMS if terms[name]}, where=place)
 
     def assign(self, term: str, tensors: Iterable[Tensor]) -> None:
-        """Count the storages of these tensors under ``term``, whatever they counted under before."""
+        """Assign the storages of these tensors to ``term``, replacing an earlier term."""
         for tensor in chain.from_iterable(map(held_tensors, tensors)):
             key = tensor.untyped_storage()._cdata
             if key in self._live:
                 self._terms[self._live[key][0]] = term
 
     def assign_born_since(self, first: int, term: str) -> None:
-        """Count what was born since `num_born` was ``first``, and lives and has no term yet, under ``term``."""
+        """Assign to ``term`` the live storages without a term that were created since `num_born` was ``first``."""
         for identity, _ in self._live.values():
             if identity >= first:
                 self._terms.setdefault(identity, term)
 
     def _follow(self, tensor: Tensor) -> None:
         for each in held_tensors(tensor) if not self.is_learning else ():
-            # whether it is on the meta device; of a fake one asked without an operation, which ``is_meta`` is there
+            # skip meta tensors; for a fake tensor ``is_meta`` would be an operation, so read its attribute
             if (each.fake_device.type != "meta") if type(each) is FakeTensor else not each.is_meta:
                 self._follow_storage(each.untyped_storage())
 
@@ -187,9 +187,9 @@ class LiveStorages(FakeOpMode):
 
 
 def held_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that have the memory of ``tensor``.
+    """Return the tensors that hold the memory of ``tensor``.
 
-    A DTensor and the result of a collective only wrap another; a quantized state is made of several.
+    A DTensor and the result of a collective only wrap another tensor; a quantized state is made of several.
     """
     while isinstance(tensor, _WRAPPERS):
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem

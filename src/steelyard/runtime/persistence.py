@@ -1,7 +1,7 @@
-"""Initial state and outputs of a run: weights read in, checkpoints during the run, weights written out.
+"""Files that a run reads and writes: initial weights, checkpoints, exported weights.
 
-A run begins with new weights, with those of ``--init``, or from a checkpoint (``--resume``). A process that torchrun
-has restarted resumes the newest checkpoint of ``--checkpoint-dir``, if there is one by then.
+A run starts with fresh weights, with those of ``--init``, or from a checkpoint (``--resume``). A process that torchrun
+has restarted resumes from the newest checkpoint of ``--checkpoint-dir``, if there is one by then.
 """
 
 import json
@@ -39,10 +39,10 @@ from steelyard.units import format_plural
 
 
 class Persistence:
-    """The state of a run on disk, as one rank sees it; every method is a collective call.
+    """State of a run on disk as one rank sees it; every method is a collective call.
 
-    ``data`` is where the data is and ``data_samples`` the number of samples of an epoch: a resumed run recognises
-    its data by them.
+    ``data`` is the location of the data and ``data_samples`` the number of samples of an epoch; a resumed run
+    recognises its data by them.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Persistence:
         self._checkpointer: Checkpointer | None = None
         self._lock: TextIO | None = None
         self._tokenizer: dict[str, bytes] = {}
-        """Tokenizer files for the exported weights, as they were when the run began."""
+        """Tokenizer files to export with the weights, as they were when the run began."""
         self.num_steps = 0
         """Number of steps trained before this run."""
         self.num_samples = 0
-        """Samples that they read."""
+        """Number of samples that those steps read."""
 
     def begin(self) -> None:
-        """Load weights or a checkpoint as the options say, and prepare the folder of checkpoints."""
+        """Load the weights or checkpoint that the options name and prepare the folder of checkpoints."""
         options = self._options
         for name, given in (("--init", options.init), ("--export-hf", options.export_hf)):
             if given is not None and self._model.chain.split.module:
@@ -89,7 +89,7 @@ class Persistence:
                 if quantized
                 else "leave it out",
             )
-        # how often torchrun has started the processes again, on the host where it did most often
+        # maximum number of restarts by torchrun over all hosts
         told: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
         taken_in = "hosts or devices have come back" if TAKEN_IN_VARIABLE in os.environ else ""
         dist.all_gather_object(told, (restart_count(), taken_in or os.environ.get(LOST_VARIABLE, "")))
@@ -125,16 +125,16 @@ class Persistence:
             )
 
     def _lock_folder(self) -> None:
-        """Until this process ends, whatever way it does."""
+        """Lock the folder of checkpoints until this process ends, in whatever way."""
         if self._options.checkpoint_dir is not None:
             self._lock = lock_folder(self._options.checkpoint_dir)
 
     def first_sample(self, step: int) -> int:
-        """Return the first sample of a step (from 0): a resumed run goes on after the samples that were read."""
+        """Return the first sample of a step (from 0); a resumed run continues after the samples already read."""
         return self.num_samples + (step - self.num_steps) * self._model.plan.global_batch
 
     def after_step(self, num_steps: int, *, is_stopping: bool) -> None:
-        """Save the state after ``num_steps`` steps if the options say so or the run stops there.
+        """Save the state after ``num_steps`` steps if the options say so, or if the run is to stop there.
 
         Raises if an earlier save has failed.
         """
@@ -164,7 +164,7 @@ class Persistence:
 
     @contextmanager
     def rescuing(self) -> Iterator[None]:
-        """After an error in the context, ends only when the checkpoint under way is complete: its work is not lost.
+        """Wait for a checkpoint in progress after an error in the context, so that its work is not lost.
 
         The peers, which wait for this rank in the step, still write their parts.
         """
@@ -190,7 +190,7 @@ class Persistence:
         )
 
     def end(self) -> None:
-        """Wait for the last checkpoint, export the weights and release the folder of checkpoints."""
+        """Wait for the last checkpoint, export the weights and unlock the folder of checkpoints."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
         if self._options.export_hf is not None:
@@ -206,11 +206,11 @@ class Persistence:
 
 
 def _keep_lines(metrics: Path | None, num_steps: int) -> None:
-    """Drop from a file of metrics the steps that will be trained again."""
+    """Drop from a metrics file the steps that will be trained again."""
     if metrics is not None and metrics.is_file():
         kept = []
         for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-            with suppress(ValueError, KeyError, TypeError):  # of a line that a kill has cut off
+            with suppress(ValueError, KeyError, TypeError):  # a line that a kill has truncated
                 kept += [line] if float(json.loads(line)["step"]) <= num_steps else []
         write_file(metrics, "".join(kept), "--metrics")
 

@@ -1,17 +1,17 @@
-"""A part of the pipeline as torch's schedules run it, and what it exchanges with its neighbours, held while it is used.
+"""Part of a pipeline as torch's schedules run it, and its exchange of tensors with its neighbours.
 
-A stage of `torch.distributed.pipelining` has a buffer for what arrives of every microbatch of a step, made before the
-first and kept to the end of training, and some schedules wait for what was sent only when the step ends. Here a buffer
-is made as a receive begins. An activation goes with the last that uses it, the backward pass of its microbatch, and a
-gradient with the backward pass that it is for. What was sent stays until it must have arrived: an activation until its
-gradient is there, a gradient until the next is sent. So what is held does not grow with the microbatches of a step.
+A stage of `torch.distributed.pipelining` has a receive buffer for every microbatch of a step, made before the first
+step and kept to the end of training, and some schedules wait for sends only when the step ends. Here a buffer is made
+when a receive begins. An activation is freed after the backward pass of its microbatch, and a gradient after the
+backward pass that reads it. A sent tensor is kept until it must have arrived: an activation until its gradient is
+there, a gradient until the next is sent. The memory therefore does not grow with the microbatches of a step.
 
-torch knows one peer before and one behind. Here each tensor is exchanged in pieces. Between stages of as many ranks
-each rank sends what it has to the rank at its own place, in the layout of the layer before, and the receiving stage
-brings it into the one that it wants. Stages of unlike sizes have no such place. There each side divides by samples what
-its ranks would hold copies of, where the samples allow it, and every rank gets the pieces of its own part from those
-that have them: each entry crosses the border once, whatever the degrees are, and the copies are gathered inside the
-stage. Gradients go the same way back.
+torch knows one peer before and one after a stage. Here each tensor is exchanged in pieces. Between stages of the same
+size each rank sends its part to the rank at the same place, in the layout of the layer before, and the receiving stage
+redistributes. Between stages of different sizes, each side divides by samples the tensors that its ranks would hold
+copies of, if the number of samples allows it, and every rank receives the pieces of its part from the ranks that have
+them: each entry crosses the border once, whatever the degrees are, and copies are gathered inside the stage. Gradients
+take the same way back.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +38,7 @@ _SAMPLES, _TOKENS = (Placed.BATCH.value,), (Placed.SEQUENCE.value, Placed.HEAD_T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Samples and tokens of this rank's part of an activation, and the rank that they go to or come from."""
+    """Samples and tokens of this rank's part of an activation, and the rank that sends or receives them."""
 
     peer: int
     where: tuple[slice, slice]
@@ -54,11 +54,11 @@ class ActivationLayout:
     letters: str
     """Placement over each axis, as letters of `steelyard.plan.dimensions.dimension.Placed`."""
     head_tail_degree: int
-    """Ranks over which tokens are divided in head-tail order; 1 for the order in which they read."""
+    """Number of ranks over which tokens are divided in head-tail order; 1 for natural order."""
 
     @property
     def ranks(self) -> range:
-        """The ranks of the stage."""
+        """Ranks of the stage."""
         return range(self.first_rank, self.first_rank + prod(self.sizes))
 
     def local_shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class ActivationLayout:
 
     @cached_property
     def blocks(self) -> dict[tuple[int, int], list[int]]:
-        """The ranks that hold each block, by its place among the divisions of the samples and of the tokens."""
+        """Ranks that hold each block, by the block's indices among the divisions of samples and of tokens."""
         found: dict[tuple[int, int], list[int]] = {}
         for rank in self.ranks:
             found.setdefault(self.block_of(rank), []).append(rank)
@@ -84,18 +84,18 @@ class ActivationLayout:
         return self._index(rank, _SAMPLES), self._index(rank, _TOKENS)
 
     def holder(self, block: tuple[int, int], target: int) -> int:
-        """The rank that sends its part of a block to the rank at place ``target``: its own place if that has it."""
+        """Return the rank that sends a block to the rank at place ``target``: the one at that place if it holds it."""
         ranks = self.blocks[block]
         own = self.first_rank + target
         return own if own in ranks else ranks[target % len(ranks)]
 
     def samples_of(self, block: tuple[int, int], count: int) -> list[tuple[int, int, int]]:
-        """Return the samples of a block out of ``count``: first, end, and where the first lies in the block."""
+        """Return the samples of a block out of ``count``: first, end, and the offset of the first in the block."""
         size = count // self._degree(_SAMPLES)
         return [(block[0] * size, block[0] * size + size, 0)]
 
     def tokens_of(self, block: tuple[int, int], count: int) -> list[tuple[int, int, int]]:
-        """Return the tokens of a block out of ``count`` as they read: runs, each as `samples_of` has it."""
+        """Return the tokens of a block out of ``count`` in natural order: runs, each a triple as in `samples_of`."""
         size = count // self._degree(_TOKENS)
         first, end = block[1] * size, block[1] * size + size
         pieces = rank_order(self.head_tail_degree) if self.head_tail_degree > 1 else [0]
@@ -119,7 +119,7 @@ class ActivationLayout:
 
 
 def border(plan: Plan, index: int) -> tuple[ActivationLayout, ActivationLayout]:
-    """Return the layouts of the activation as part ``index`` - 1 of a pipeline sends and part ``index`` receives it."""
+    """Return the layouts in which part ``index`` - 1 sends the activation and part ``index`` receives it."""
     before, after = plan.parts[index - 1], plan.parts[index]
     layer = after.first_layer
     sending = _layout(plan, layer - 1, before.ranks[0])
@@ -129,7 +129,7 @@ def border(plan: Plan, index: int) -> tuple[ActivationLayout, ActivationLayout]:
 
 
 def sent_pieces(rank: int, source: ActivationLayout, target: ActivationLayout, shape: tuple[int, ...]) -> list[Piece]:
-    """Return the pieces of an activation [B, S, …] that ``rank`` of stage ``source`` sends to stage ``target``."""
+    """Return the pieces of an activation [B, S, …] that ``rank`` of the stage ``source`` sends to ``target``."""
     block = source.block_of(rank)
     return [
         Piece(peer=peer, where=mine)
@@ -142,7 +142,7 @@ def sent_pieces(rank: int, source: ActivationLayout, target: ActivationLayout, s
 def received_pieces(
     rank: int, source: ActivationLayout, target: ActivationLayout, shape: tuple[int, ...]
 ) -> list[Piece]:
-    """Return the pieces that ``rank`` of the stage ``target`` receives: the counterpart of `sent_pieces`."""
+    """Return the pieces that ``rank`` of the stage ``target`` receives, the counterpart of `sent_pieces`."""
     place, own = rank - target.first_rank, target.block_of(rank)
     return [
         Piece(peer=source.holder(block, place), where=mine)
@@ -163,7 +163,7 @@ def _layout(plan: Plan, layer: int, first_rank: int) -> ActivationLayout:
 
 
 def _even(layout: ActivationLayout, plan: Plan) -> ActivationLayout:
-    """Return the layout without copies, if a microbatch has enough samples."""
+    """Return the layout with samples divided instead of copied, if the samples of a microbatch can be divided so."""
     letters = layout.letters.replace(Placed.WHOLE.value, Placed.BATCH.value)
     degree = prod(size for size, letter in zip(layout.sizes, letters, strict=True) if letter in _SAMPLES)
     return layout if plan.microbatch_samples % degree else replace(layout, letters=letters)
@@ -179,7 +179,7 @@ def _common(
     received: tuple[int, int],
     shape: tuple[int, ...],
 ) -> Iterator[tuple[_Where, _Where]]:
-    """Yield the intersections of two blocks of an activation [B, S, …], as places in the one and in the other."""
+    """Yield the intersections of two blocks of an activation [B, S, …] as slices of the one and of the other."""
     num_samples, num_tokens = shape[0], shape[1] if len(shape) > 1 else 1
     samples = _runs(source.samples_of(sent, num_samples), target.samples_of(received, num_samples))
     tokens = list(_runs(source.tokens_of(sent, num_tokens), target.tokens_of(received, num_tokens)))
@@ -200,20 +200,20 @@ def _runs(source: list[tuple[int, int, int]], target: list[tuple[int, int, int]]
 
 
 Pieces = Sequence[Sequence[Piece]]
-"""Pieces of each tensor that is handed over."""
+"""Pieces of each exchanged tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """The pieces in which a part hands over a microbatch; nothing at the ends of the pipeline.
+    """Pieces in which a part exchanges a microbatch with its neighbours; empty at the ends of the pipeline.
 
-    Of gradients those of the tensors alone that have one.
+    Gradients have pieces only for the tensors that need one.
     """
 
     arriving: Pieces = ()
-    """Pieces of the activation from the previous part."""
+    """Pieces of the activation from the part before."""
     returning: Pieces = ()
-    """Pieces of the gradient to the previous part."""
+    """Pieces of the gradient to the part before."""
     leaving: Pieces = ()
     """Pieces of the activation to the next part."""
     coming_back: Pieces = ()
@@ -221,11 +221,12 @@ class Exchange:
 
 
 class PipelinePart(PipelineStage):
-    """Part ``index`` of a pipeline, which torch calls a stage; ``examples`` are like its input and its output.
+    """Part ``index`` of a pipeline, a stage in torch's terms; ``examples`` are like its input and its output.
 
-    ``group`` has one rank of each stage; it is None where stages have unlike numbers of ranks, and then ``alone`` is a
-    group of this rank. With ``sends_itself`` it begins and ends its sends, for a schedule that waits for them only when
-    the step ends. ``weight_pass`` returns what a backward pass leaves to a pass of its own, if the schedule has these.
+    ``group`` has one rank of each stage. It is None if stages have different numbers of ranks; ``alone``, a group of
+    this rank only, is then used. With ``sends_itself`` the part begins and ends its sends itself, for a schedule that
+    waits for them only when the step ends. ``weight_pass`` returns the weight pass that a backward pass leaves, if the
+    schedule has weight passes.
     """
 
     device: torch.device
@@ -247,13 +248,13 @@ class PipelinePart(PipelineStage):
         super().__init__(module, index, num_parts, device, *examples, group=group or alone, dw_builder=weight_pass)
         self._exchange = exchange
         self._between = group or dist.group.WORLD
-        """Whose ranks exchange."""
+        """Group whose ranks exchange tensors."""
         self._has_column = group is not None
         self._sends_itself = sends_itself
         self._arrived: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
-        """Pieces that are received apart, with where they belong."""
+        """Destinations of pieces that are received into separate buffers, with these buffers."""
         self._receives: dict[tuple[Any, ...], list[dist.P2POp]] = {}
-        """Receives that were given to schedules, which may still hold them, by the tensors received into."""
+        """Receive operations that a schedule was given and may still hold, by their receive infos."""
         self._sent_activations: dict[int, list[_Send]] = {}
         self._sent_gradients: list[_Send] = []
 
@@ -298,7 +299,7 @@ class PipelinePart(PipelineStage):
         return self._receive(self.grad_recv_info[bwd_chunk_id], self._exchange.coming_back)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **keywords: Any) -> Any:
-        """Return the output for a microbatch; autograd and torch's own cache alone hold what arrived from then on."""
+        """Compute the output for a microbatch; afterwards only autograd and torch's cache hold the received tensors."""
         self._put_together(self.args_recv_info[fwd_chunk_id])
         output = super().forward_one_chunk(fwd_chunk_id, *arguments, **keywords)
         self._let_go(self.args_recv_info[fwd_chunk_id])
@@ -308,7 +309,7 @@ class PipelinePart(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **keywords: Any) -> None:
-        """The backward pass of a microbatch, whose activation has arrived: its gradient has come back."""
+        """Run the backward pass of a microbatch; the activation that was sent has arrived, as its gradient is here."""
         if not self.has_backward:
             return
         _wait(self._sent_activations.pop(bwd_chunk_id, []))
@@ -323,7 +324,7 @@ class PipelinePart(PipelineStage):
         self._let_go(self.grad_recv_info[bwd_chunk_id])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **keywords: Any) -> None:
-        """The weight pass of a microbatch, if it had a backward pass."""
+        """Run the weight pass of a microbatch, if it had a backward pass."""
         if bwd_chunk_id in self.dw_runner:
             super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **keywords)
 
@@ -337,7 +338,7 @@ class PipelinePart(PipelineStage):
 
     @contextmanager
     def _without_memory(self) -> Iterator[None]:
-        """Buffers that are made in this context have a shape alone."""
+        """Make buffers on the meta device in this context."""
         device, self.device = self.device, torch.device("meta")
         try:
             yield
@@ -345,7 +346,7 @@ class PipelinePart(PipelineStage):
             self.device = device
 
     def _sends(self, whole: list[dist.P2POp], pieces: Pieces) -> list[dist.P2POp]:
-        """Return sends of the pieces, instead of torch's own sends of whole tensors to one peer."""
+        """Return sends of the pieces, which replace torch's sends of whole tensors to one peer."""
         return [
             dist.P2POp(dist.isend, _part(operation.tensor, piece).contiguous(), piece.peer, self._between)
             for operation, of_tensor in zip(whole, pieces, strict=True)
@@ -354,7 +355,7 @@ class PipelinePart(PipelineStage):
 
     def _receive(self, recv_infos: tuple[Any, ...], pieces: Pieces) -> list[dist.P2POp]:
         operations, apart = [], []
-        wanted_infos = [info for info in recv_infos if info.buffer is not None]  # there is none of no gradient
+        wanted_infos = [info for info in recv_infos if info.buffer is not None]  # no buffer without a gradient
         for info, of_tensor in zip(wanted_infos if pieces else (), pieces, strict=True):
             info.buffer = torch.empty_like(info.buffer, device=self.device)
             for piece in of_tensor:
@@ -372,7 +373,7 @@ class PipelinePart(PipelineStage):
             wanted.copy_(arrived)
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
-        """The vote on whether shapes are known: from stage to stage, or where no rank is in all of all at once."""
+        """Return the vote on whether shapes are known: stage by stage, or by all ranks if no group joins the stages."""
         if self._has_column:
             return super()._warmup_forward_vote(has_backward, received_acc)
         is_static = not InferenceMode.needs_dynamic(self._user_meta, has_backward)
@@ -386,7 +387,7 @@ class PipelinePart(PipelineStage):
         return received_result
 
     def _let_go(self, recv_infos: tuple[Any, ...]) -> None:
-        """Forget what was received, and make the schedule's variables forget it."""
+        """Release the received tensors, including those in the schedule's variables."""
         self._receives.pop(recv_infos, []).clear()
         for info in recv_infos:
             if info.buffer is not None:
@@ -405,7 +406,7 @@ def _part(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 _Send = tuple[dist.Work, Tensor]
-"""A send and what it sends."""
+"""A send and its tensor."""
 
 
 def _begin(operations: list[dist.P2POp]) -> list[_Send]:

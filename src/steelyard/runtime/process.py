@@ -1,9 +1,9 @@
-"""The life of one process of a training run: arguments, checks, the plan that an elastic run follows, the run.
+"""Life cycle of one process of a training run: arguments, checks, the plan of an elastic run, the run.
 
-The plan of an elastic run is settled anew at every rendezvous, before the processes join a group. Every process tells
-in the store of the rendezvous which host it is on, and of which pool of devices where the plan is over several; the
-first one finds the plan for as many hosts and devices, and all read it there. A plan takes the first processes of the
-first hosts, or of those of each pool: the others are spare, and wait.
+The plan of an elastic run is chosen at every rendezvous, before the processes join a group. Every process writes its
+host to the store of the rendezvous, and its device group if the plan has several. The first process finds the plan for
+that many hosts and devices, and all read it from the store. A plan uses the first processes of the first hosts, or of
+the hosts of each device group; the others are spare and wait.
 """
 
 import argparse
@@ -40,11 +40,11 @@ _MOST_DAYS = 365
 def settled_plan(
     path: Path, replan: Replan, *, folder: Path | None, timeout_s: float, pool: str = ""
 ) -> Iterator[tuple[Plan, dist.Store] | None]:
-    """The plan that this process takes part in and where its group meets, with its place in the environment.
+    """Yield the plan of this process and the store for its group, and set this process's rank in the environment.
 
-    ``path`` is the file of the plan for all devices, ``pool`` that which this host is of.
-    None for a process that is spare, once the others have ended the context. A new plan is also written to ``folder``.
-    Raises `UserError` on every process where there is no plan for them.
+    ``path`` is the file of the plan for all devices, ``pool`` the device group of this host. Yields None for a spare
+    process, once the others have ended the context. A new plan is also written to ``folder``. Raises `UserError` on
+    every process if there is no plan for them.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
@@ -76,9 +76,11 @@ def settled_plan(
 def _answer(
     path: Path, replan: Replan, hosts: Sequence[str], pools: Mapping[str, str], folder: Path | None
 ) -> dict[str, Any]:
-    """Return the plan, the ranks and the processes used per host, given each process's host and the hosts' pools.
+    """Return the plan and its ranks, or the mistake, for every process to read.
 
-    Prints the notice of ``replan``, and writes a new plan to ``folder``."""
+    ``hosts`` is the host of each process, ``pools`` the device group of each host. Says what was found, and writes a
+    new plan to ``folder``.
+    """
     counts = Counter(hosts)
     own_pools = [pools[host] for host in counts] if any(pools.values()) else []
     try:
@@ -102,9 +104,9 @@ def _answer(
 
 
 def main(arguments: Sequence[str] | None = None, *, replan: Replan | None = None) -> None:
-    """Run this rank's part of a training run and end the process: 0 done, 1 failed, 2 user error.
+    """Run this rank's part of a training run and end the process: 0 done, 1 failed, 2 a mistake of the user.
 
-    ``replan`` finds the plan of an elastic run for the available devices.
+    ``replan`` finds the plan of an elastic run for the available hosts and devices.
     """
     parser = argparse.ArgumentParser(
         prog="torchrun -m steelyard.train", description="One process of a training run under a plan."
@@ -142,7 +144,7 @@ def _train(plan: Plan, data: str | None, options: TrainOptions, *, store: dist.S
             prepare_data(each, options.text, task=plan.chain().family.task, seq_len=plan.seq_len)
     if os.environ["RANK"] == "0":
         check_outputs(options)
-    from steelyard.runtime.train import train  # imports transformers: seconds that a mistake above need not wait for
+    from steelyard.runtime.train import train  # imports transformers, which takes seconds: report mistakes before
 
     with process_group(options.timeout_s, store=store):
         train(plan, data, options)

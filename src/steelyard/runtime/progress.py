@@ -1,8 +1,8 @@
-"""Reports of a run while it goes: a line of progress, metrics as JSON lines, TensorBoard's event files, trackers.
+"""Progress reports of a run: a progress line, metrics as JSON lines, TensorBoard event files, trackers.
 
 Model FLOP utilisation comes from the plan's prediction, which knows the model's FLOP and the devices' peak rate: a step
-that takes twice as long as predicted has half of the predicted utilisation. Where the plan has none, for a device
-whose peak is not known or in a plan that was written by hand, none is shown.
+that takes twice as long as predicted has half of the predicted utilisation. It is not shown if the plan has none
+(unknown peak of the device, or a plan that was written by hand).
 """
 
 import json
@@ -23,7 +23,7 @@ from steelyard.units import format_bytes, format_count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step as this rank saw it."""
+    """Measurements of one step on this rank."""
 
     loss: float
     grad_norm: float
@@ -32,34 +32,34 @@ class Step:
     busy_s: float
     """Seconds in which this rank worked and did not wait for another stage."""
     own_s: float
-    """Seconds in which this rank worked and waited neither for another stage nor for a rank of its own."""
+    """Seconds of ``busy_s`` in which this rank did not wait for a rank of its own stage either."""
     slow: tuple[SlowRank, ...] = ()
-    """The ranks of the run that were found slow in the last comparison."""
+    """Ranks of the run that were found slow in the last comparison."""
     peak_bytes: int
-    """Peak bytes of this rank's tensors in the measured step; 0 before it."""
+    """Peak bytes of this rank's tensors in the step that was measured; 0 before that step."""
     main_loss: float | None = None
-    """Loss without the routers' loss; None unless routers are trained."""
+    """Loss without that of routers, if routers are trained."""
     router_loss: float | None = None
-    """Auxiliary loss of routers, before it is multiplied by its coefficient and added: the number of experts per token
-    if all are used evenly."""
+    """Auxiliary loss of routers without its coefficient: the number of experts per token if all experts are used
+    evenly."""
     imbalance: float | None = None
-    """Maximum number of token-expert pairs of a rank in this rank's groups relative to the mean, averaged over the
-    layers of this rank; None unless experts are divided over ranks."""
+    """Load (pairs of tokens and experts) of the busiest rank of this rank's expert groups relative to the mean,
+    averaged over the layers of this rank; None if experts are not divided over ranks."""
     loss_scale: float | None = None
-    """Factor on the loss in the backward pass; None except in fp16."""
+    """Loss scale of the backward pass in fp16."""
     skipped: bool | None = None
-    """True where gradients were not finite, so that the step left all parameters as they were."""
+    """True if gradients were not finite, in which case the step changed no parameter."""
     eval_loss: float | None = None
-    """After the step, of `--eval-data`, where it was due."""
+    """Loss on `--eval-data` after the step, if an evaluation was due."""
 
 
 Metrics = Mapping[str, Any]
-"""Values of a step by their names in the metrics file."""
+"""Metrics of a step by their name in the metrics file."""
 _AS_SEEN = ("main_loss", "router_loss", "imbalance", "loss_scale", "skipped", "eval_loss")
 
 
 def step_metrics(number: int, step: Step, plan: Plan) -> Metrics:
-    """Return the metrics of step ``number`` of a plan."""
+    """Return the metrics of the ``number``-th step of a plan."""
     samples_per_s = plan.global_batch / step.time_s
     found = {
         "step": number,
@@ -75,7 +75,7 @@ def step_metrics(number: int, step: Step, plan: Plan) -> Metrics:
 
 
 def progress_line(of: Metrics, num_steps: int, *, counts_tokens: bool, samples: str = "images") -> str:
-    """Return the line of progress."""
+    """Return the progress line of a step."""
     parts = [f"step {of['step']:>{len(str(num_steps))}}/{num_steps}", f"loss {of['loss']:.4f}"]
     if "router_loss" in of:
         parts.append(f"main {of['main_loss']:.4f}  routers {of['router_loss']:.3f}")
@@ -98,7 +98,7 @@ def progress_line(of: Metrics, num_steps: int, *, counts_tokens: bool, samples: 
 
 
 def model_flop_utilisation(plan: Plan, step_s: float) -> float | None:
-    """Return the share of the devices' peak rate that a step of ``step_s`` seconds makes use of."""
+    """Fraction of the devices' peak FLOP rate that a step of ``step_s`` seconds uses; None if it is not known."""
     prediction = plan.prediction
     if prediction is None or prediction.mfu is None:
         return None
@@ -106,7 +106,7 @@ def model_flop_utilisation(plan: Plan, step_s: float) -> float | None:
 
 
 def reported(steps: Iterator[Step], plan: Plan, options: TrainOptions, *, num_done: int) -> Iterator[Step]:
-    """Passes the steps on and reports each; ``num_done`` steps were trained by an earlier run, which this continues."""
+    """Pass the steps on and report each; ``num_done`` steps were trained by the earlier run that this one continues."""
     task = plan.chain().family.task
     samples = "samples" if task is Task.OWN else "images"
     with ExitStack() as stack:
@@ -119,7 +119,7 @@ def reported(steps: Iterator[Step], plan: Plan, options: TrainOptions, *, num_do
         for number, step in enumerate(steps, start=num_done + 1):
             metrics = step_metrics(number, step, plan)
             line = progress_line(metrics, options.steps, counts_tokens=task.reads_text, samples=samples)
-            if sys.stdout.isatty():  # where it replaces the line before; elsewhere every step is a line of its own
+            if sys.stdout.isatty():  # replace the previous line; otherwise every step has its own line
                 say(f"\r\x1b[K{line}" + "\n" * (number == options.steps))
             else:
                 say(line + "\n")
@@ -157,11 +157,11 @@ def _tensorboard(folder: Path) -> Iterator[Callable[[Metrics], None]]:
 
 @contextmanager
 def _tracker(name: str, plan: Plan, options: TrainOptions) -> Iterator[Callable[[Metrics], None]]:
-    """Report to an experiment tracker of accelerate, with the options of the run and the plan's name of the model."""
+    """Report to an experiment tracker of accelerate, with the run's options and the plan's model name and cluster."""
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    PartialState()  # which the trackers ask
+    PartialState()  # the trackers read it
     tracker = LOGGER_TYPE_TO_CLASS[name]("steelyard")
     tracker.start()
     tracker.store_init_configuration(options.of_run("") | {"model": plan.model.name, "cluster": plan.cluster})

@@ -1,4 +1,4 @@
-"""One part of the pipeline as a module: its layers in order, each under its strategy, redistributing between them.
+"""One part of the pipeline as a module: its layers in order, each under its strategy, with resharding between them.
 
 A part is a whole stage or, interleaved, one of its chunks. A strategy first divides the layer itself, then shards or
 replicates its states.
@@ -65,11 +65,11 @@ def shard_layer(
     on_host: bool = False,
     weight_bytes: int = 4,
 ) -> FSDPModule | Replica:
-    """Shard the layer's parameters by ``strategy`` in place and return it, or return its replica if it is not sharded.
+    """Shard the layer's parameters in place as ``strategy`` says, or return its replica if they are not sharded.
 
-    Without a backward pass nothing is kept gathered for it, except parameters gathered throughout a step. FSDP moves
-    parameters that lie ``on_host``, even on a single rank. Trained parameters are kept in ``weight_bytes``.
-    Raises `InvalidPlanError` if a dimension has no implementation.
+    Without a backward pass nothing is kept gathered for one, except parameters that are kept whole throughout a step.
+    If parameters are ``on_host``, FSDP moves them, on a single rank too. Trained parameters have ``weight_bytes`` per
+    entry. Raises `InvalidPlanError` for a dimension without implementation.
     """
     used = {dimension.name: dimension for dimension in strategy.dimensions}
     if unknown := sorted(used.keys() - TWINS.keys()):
@@ -102,16 +102,16 @@ def shard_layer(
 
 
 def _state_mesh(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
-    """Return the ranks that shard states; where shards are replicated, an axis of replicas before that of shards."""
+    """Return the mesh of the ranks that shard states, with a leading axis of replicas if shards are replicated."""
     return DeviceMesh._concatenate([replicas, shards]) if replicas.size() > 1 else shards
 
 
 class LayerLoop(nn.Module):
-    """The layers of a part in order, each fed in the placement that it wants.
+    """Layers of a part in order, each with its input in the placement that it requires.
 
-    FSDP's root where layers are sharded: they then share streams, so that the parameters of the next layer are gathered
-    while one computes. It is a module of its own because `torch.distributed.pipelining` would otherwise take over when
-    the gradients of the stage are reduced.
+    It is FSDP's root if layers are sharded: they then share streams, so that the parameters of the next layer are
+    gathered while one computes. It is a separate module because `torch.distributed.pipelining` would otherwise decide
+    when the gradients of the stage are reduced.
     """
 
     def __init__(
@@ -129,22 +129,22 @@ class LayerLoop(nn.Module):
         self.layers = nn.ModuleDict(layers)
         self._placements, self._incoming = placements, incoming
         self._outgoing = outgoing
-        """Placement in which the output is sent on; None if it is the loss."""
+        """Placement in which the output is sent; None if the output is the loss."""
         self._mesh, self._routers = mesh, routers
         self._dropout_shares = [
             share if layer.drops else None for share, layer in zip(shares, layers.values(), strict=True)
         ]
-        """This rank's share of the samples in each layer that drops entries; None for other layers."""
+        """Index of this rank's share of the samples for each layer with dropout; None for other layers."""
 
     @property
     def has_dropout(self) -> bool:
-        """Whether any layer drops entries."""
+        """Whether any layer has dropout."""
         return any(share is not None for share in self._dropout_shares)
 
     def forward(self, inputs: Flow, context: LayerContext, dropout_seed: tuple[int, ...]) -> Flow:
         """Return the output of the last layer, followed by the statistics of routers if these are trained.
 
-        ``dropout_seed`` is of this step and microbatch.
+        ``dropout_seed`` is specific to this step and microbatch.
         """
         hidden, current = inputs, self._incoming
         statistics: list[Tensor] = []
@@ -165,7 +165,7 @@ class LayerLoop(nn.Module):
 
 
 def _without_statistics(layer: ChainLayer, found: list[Tensor]) -> Callable[[Flow, LayerContext], Flow]:
-    """Return a function that computes only a layer's output, and adds its routers' statistics to ``found``."""
+    """Return a function that computes the layer's output alone and appends its routers' statistics to ``found``."""
     if layer.router_loss is None:
         return layer
 
@@ -178,13 +178,13 @@ def _without_statistics(layer: ChainLayer, found: list[Tensor]) -> Callable[[Flo
 
 
 class StageModule(nn.Module):
-    """The layers of one part. Takes token ids [B, S] in the first part and the hidden state [B, s, H] elsewhere.
+    """Layers of one part. Takes token ids [B, S] in the first part and the hidden state [B, s, H] in other parts.
 
-    The hidden state arrives as `steelyard.runtime.pipeline_part` says, so the receiver redistributes. A step has
-    ``num_microbatches`` backward passes: replicated layers and those ``kept_whole`` reduce their gradients in the last
-    of them, other sharded layers in each (which keeps their gradients sharded in between). For layers that are
-    ``waiting`` for weight passes, these take the place of backward passes in this. Where ``routers`` are trained, their
-    statistics arrive and leave behind all else.
+    The hidden state arrives in the layout that `steelyard.runtime.pipeline_part` describes, so the receiver
+    redistributes it. A step has ``num_microbatches`` backward passes: replicated layers and those ``kept_whole`` reduce
+    their gradients in the last one, other sharded layers in each (which keeps their gradients sharded in between).
+    Layers that are ``waiting`` for weight passes reduce gradients in these instead of in backward passes. If
+    ``routers`` are trained, their statistics are the last tensor received and the last one sent.
     """
 
     def __init__(
@@ -209,20 +209,20 @@ class StageModule(nn.Module):
         self._whole_in_backward = [layer for layer in kept_whole if layer not in waits]
         """Layers kept whole whose gradients are complete after a backward pass."""
         self.num_tokens = num_tokens
-        """Places in a global batch where a target may be."""
+        """Number of places in a global batch where a target may be."""
         self.num_targets: int | Tensor = num_tokens
-        """Targets of the global batch; set it before a step where their number differs between batches."""
+        """Number of targets of the global batch; set it before a step if it differs between batches."""
         self._backwards_to_go = self._weights_to_go = 0
         self._dropout_seed: tuple[int, ...] = ()
         self._forwards_done = 0
         self.logits: list[tuple[Tensor, Tensor]] | None = None
-        """Predictions of the head, instead of a loss; None if it computes a loss."""
+        """Predictions of the head, which replace the loss; None if the head computes a loss."""
         self.batches: list[dict[int, OwnBatch]] = []
-        """Inputs of a user's own module for every microbatch of a step, by layer; set before the step."""
+        """Inputs that layers of a user's own module read in each microbatch of a step; set before the step."""
 
     @property
     def layers(self) -> nn.ModuleDict:
-        """The layers by their number in the chain."""
+        """Layers by their number in the chain."""
         return self.loop.layers
 
     def begin_step(self, num_microbatches: int, dropout_seed: tuple[int, ...] = (0, 0)) -> None:
@@ -262,10 +262,10 @@ class StageModule(nn.Module):
         """Wait for the gradients of the step after its passes have ended."""
         self.replicas.end_step()
         if not self._has_backward and isinstance(self.loop, FSDPModule):
-            self.loop.reset_iter_state()  # FSDP forgets what it noted of forward passes in a backward pass alone
+            self.loop.reset_iter_state()  # FSDP resets the state of forward passes only in a backward pass
 
     def end_evaluation(self) -> None:
-        """Free the compute-dtype copies and gathered layers that forward passes without backward passes have left."""
+        """Free the compute-dtype copies and gathered layers left by forward passes without backward passes."""
         self.replicas.begin_step(0)
         if isinstance(self.loop, FSDPModule):
             self.loop.reset_iter_state()
@@ -276,7 +276,7 @@ class StageModule(nn.Module):
         labels_BS: Tensor | None = None,  # noqa: N803
         decoder_ids: Tensor | None = None,
     ) -> Flow:
-        """The hidden state for the next part, or in the last part this rank's share of the loss of a microbatch."""
+        """Return the hidden state for the next part, or this rank's share of a microbatch's loss in the last part."""
         batch: Mapping[int, OwnBatch] = {}
         if self.batches:
             batch, self.batches[self._forwards_done] = self.batches[self._forwards_done], batch
@@ -307,9 +307,10 @@ class StageModule(nn.Module):
                     complete_gradients(layer)
 
     def _expect_last_backward(self, is_last: bool) -> None:
-        """Shards that are replicated are summed over their replicas once a step, in its last backward pass.
+        """Set whether the next backward pass is the last of the step.
 
-        So are layers kept whole freed, and their gradients reduced.
+        The last one sums replicated shards over their replicas, reduces the gradients of layers kept whole, and frees
+        these layers.
         """
         self.loop.set_is_last_backward(is_last)
         self.loop.set_requires_all_reduce(is_last)
@@ -319,9 +320,9 @@ class StageModule(nn.Module):
 
 
 def redistribute(local: Tensor, mesh: DeviceMesh, current: HiddenPlacement, wanted: HiddenPlacement) -> Tensor:
-    """This rank's part of the activation in the wanted placement; backward brings the gradient back the same way.
+    """Return this rank's part of the activation in the wanted placement; backward redistributes the gradient back.
 
-    Where the order of tokens changes, each rank has whole sequences in between.
+    If the order of tokens changes, each rank holds whole sequences in between.
     """
     if current.head_tail_degree != wanted.head_tail_degree:
         whole, again = _whole_sequences(current.axes), _whole_sequences(wanted.axes)
@@ -342,14 +343,14 @@ def _redistribute(
     if current == wanted:
         return local
     part = DTensor.from_local(local, mesh, current, run_check=False).redistribute(placements=wanted).to_local()
-    # a part cut out of a whole (as always over gloo, which exchanges nothing but gathers) would keep the whole alive
+    # a slice of the whole tensor (always so over gloo, which only gathers) would keep the whole alive
     return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
 def build_chunks(
     model: PreTrainedModel, plan: Plan, chain: ModelChain, mesh: PlanMesh, *, seed: int, device: torch.device
 ) -> tuple[StageModule, ...]:
-    """This rank's parts of the pipeline: their layers made one by one, each sharded before the next takes memory."""
+    """Build this rank's parts of the pipeline layer by layer, each sharded before the next one is allocated."""
     prepare_model(model, chain)
     check_frozen(model, chain)
     return tuple(
@@ -445,8 +446,9 @@ def _build_chunk(
 def _leave_resting_sharded(layers: Mapping[str, ChainLayer], plan: Plan, chain: ModelChain, stage: int) -> None:
     """Keep FSDP from prefetching layers that have no backward pass.
 
-    The first sharded layer of a part that has one gathers the one that ran before it, which may be such a layer, and
-    would hold its parameters until the next forward pass. It is told to gather itself, which it has done by then.
+    The first sharded layer of a part that has a backward pass prefetches the layer that ran before it. If that layer
+    has none, its parameters would stay gathered until the next forward pass. The first layer is therefore told to
+    prefetch itself, which is already gathered by then.
     """
     mine = (number for part in plan.stages[stage].parts for number in part.layers)
     sharded = [number for number in mine if plan.strategies[number].state_shards > 1]

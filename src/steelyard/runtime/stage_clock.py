@@ -1,9 +1,9 @@
-"""Work time of a rank in a step: its forward and backward passes and the optimizer, without waiting for other stages.
+"""Clock of a rank's work in a step: forward and backward passes and the optimizer, without waiting for other stages.
 
-On the CPU passes are timed by the wall clock. On a GPU events are recorded around each, and read when the step has
-ended, so nothing waits for the device. Waiting for the ranks of the same stage, inside collectives, counts as work: a
-plan's prediction counts them too. It is also measured by itself, where work waits for a collective: on the CPU in
-`Work.wait` and `wait_tensor`, on a GPU also where its stream waits for another one's event, as FSDP has it.
+On the CPU passes are timed by the wall clock. On a GPU events are recorded around each pass and read after the step,
+so timing does not synchronise with the device. Waiting for ranks of the same stage, inside collectives, counts as work,
+as it does in a plan's prediction. This waiting is also measured by itself: on the CPU in `Work.wait` and `wait_tensor`,
+on a GPU also when a stream waits for another stream's event, as FSDP does.
 """
 
 import time
@@ -20,23 +20,23 @@ from torch.distributed.pipelining import PipelineStage
 
 
 class StageClock:
-    """Adds up the time of pieces of work on one device."""
+    """Stopwatch that sums the time of pieces of work on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._depth: Counter[str] = Counter()
         self._laps: dict[str, list[tuple[Any, Any]]] = {"worked": [], "waited": []}
-        """Pairs of marks: seconds of the wall clock, or events of a GPU."""
+        """Pairs of marks: wall-clock seconds, or events of a GPU."""
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Count its body; a body inside another is counted once."""
+        """Time the body of the context; nested contexts are counted once."""
         with self._counted("worked"):
             yield
 
     @contextmanager
     def seeing_waits(self) -> Iterator[None]:
-        """Also count work that waits for other ranks by itself, in the context."""
+        """Also time by itself, in the context, the work that waits for other ranks."""
         waits = [(dist.Work, "wait"), (functional_collectives, "wait_tensor")]
         if self._device.type == "cuda":
             waits += [(torch.cuda.Stream, "wait_event"), (torch.cuda.Stream, "wait_stream")]
@@ -46,16 +46,16 @@ class StageClock:
             yield
 
     def take_s(self) -> tuple[float, float]:
-        """Seconds of work since the last call, and those of them without waiting for other ranks of the stage.
+        """Seconds of work since the last call, with and without waiting for other ranks of the stage.
 
-        On a GPU call it when the step has ended there.
+        On a GPU call it after the step has ended on the device.
         """
         worked_s, waited_s = (sum(_seconds(*lap) for lap in laps) for laps in self._laps.values())
         self._laps = {what: [] for what in self._laps}
         return worked_s, max(0.0, worked_s - waited_s)
 
     def watch(self, stage: PipelineStage) -> None:
-        """Count the passes of a pipeline stage, whichever schedule runs them."""
+        """Time the passes of a pipeline stage under any schedule."""
         for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
             setattr(stage, name, self._timed(getattr(stage, name)))
 

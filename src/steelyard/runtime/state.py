@@ -1,17 +1,17 @@
-"""State of a training run, under names that no plan changes.
+"""State of a training run as tensors whose names do not depend on the plan.
 
-| name                       | what                                                                        |
+| name                       | content                                                                     |
 |----------------------------|-----------------------------------------------------------------------------|
 | ``model.NAME``             | a parameter of the unmodified model, or a buffer that it saves              |
-| ``optimizer.NAME.SLOT``    | what its optimizer keeps of it (AdamW: exp_avg, exp_avg_sq, step), in fp32  |
+| ``optimizer.NAME.SLOT``    | its optimizer state (AdamW: exp_avg, exp_avg_sq, step), in fp32             |
 | ``rng.RANK.DEVICE``        | state of a rank's random generators                                         |
 | ``loss_scale.PART``        | in fp16: the scale, and the steps since it changed                          |
 
-NAME is the parameter's name in the unmodified `transformers` model. Sharded parameters are DTensors, which say what
-part of the whole they hold, so a state that is written under one plan can be read under any other.
+NAME is the parameter's name in the unmodified `transformers` model. Sharded parameters are DTensors, which know their
+part of the whole, so a state that is written under one plan can be read under any other.
 
 Layers that share a matrix (tied embeddings) each keep a copy. The copy of the first such layer has the name; the
-others are `SharedCopy`, read from the same name and never written.
+others are read from the same name and never written.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,20 +36,20 @@ from steelyard.runtime.parallel_model import ParallelModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterNames:
-    """The name in the unmodified model of every parameter and saved buffer by its path in a `ParallelModel`."""
+    """Names in the unmodified model of all parameters and saved buffers by their path in a `ParallelModel`."""
 
     by_path: dict[str, str]
     copy_of_path: dict[str, int]
-    """0 for the first layer that has the matrix, 1 for the second, …"""
+    """Number of the copy by path: 0 for the first layer that has the matrix, 1 for the second, …"""
 
     @property
     def num_copies(self) -> int:
-        """The most layers that share one matrix; 1 where none do."""
+        """Maximum number of layers that share one matrix; 1 if none do."""
         return 1 + max(self.copy_of_path.values(), default=0)
 
 
 def parameter_names(chain: ModelChain) -> ParameterNames:
-    """Return the names of all parameters of a chain, found by identity in a model without memory."""
+    """Return the names of all parameters of a chain, found by identity in a model on the meta device."""
     model = build_meta_model(chain)
     names = {id(tensor): own_name(name) for name, tensor in saved_tensors(model)}
     by_path: dict[str, str] = {}
@@ -66,9 +66,9 @@ def parameter_names(chain: ModelChain) -> ParameterNames:
 
 
 def own_names(own: OwnSplit, layers: Mapping[str, nn.Module]) -> ParameterNames:
-    """Return the names of all that these layers of a user's own module save: their paths in the module.
+    """Return the names of all tensors that these layers of a user's own module save: their paths in the module.
 
-    The embedding and the head both have the buffers that are outside blocks; those of the head are copies.
+    The embedding and the head both have the buffers outside blocks; those of the head are copies.
     """
     last = own.num_blocks + 1
     first_of = {copies[1]: copies[0] for copies in own.shared}
@@ -86,7 +86,7 @@ def own_names(own: OwnSplit, layers: Mapping[str, nn.Module]) -> ParameterNames:
 
 
 def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a module by their path, and the buffers that it saves beside them."""
+    """Yield the parameters of a module by their path, then the buffers that it saves."""
     yield from module.named_parameters()
     for path, owner in module.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
@@ -95,10 +95,10 @@ def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class RunState:
-    """The tensors of a run on this rank by their names that no plan changes.
+    """Tensors of a run on this rank by their plan-independent names.
 
-    The tensors are those that are trained, not copies of them, except quantized states: reading into the tensors, and
-    handing them to `take`, resumes the run.
+    The tensors are the trained ones, not copies of them, except for quantized states: reading into the tensors and
+    passing them to `take` resumes the run.
     """
 
     def __init__(self, model: ParallelModel, optimizers: Iterable[Optimizer]) -> None:
@@ -107,16 +107,16 @@ class RunState:
 
     @cached_property
     def names(self) -> ParameterNames:
-        """The names of the parameters; a run that reads and writes nothing need not find them."""
+        """Parameter names, computed on first use because a run that reads and writes nothing does not need them."""
         chain, split = self._model.chain, self._model.chain.split
         return own_names(split, self._model.layers) if isinstance(split, OwnSplit) else parameter_names(chain)
 
     def weights(self, *, copy: int = 0) -> dict[str, Tensor]:
-        """Return the tensors that this rank saves, by name in the unmodified model; one copy of each shared matrix."""
+        """Return this rank's saved tensors by their names in the unmodified model, one copy of shared matrices."""
         return {self.names.by_path[path]: tensor for path, tensor in self._saved(copy)}
 
     def tensors(self, *, copy: int = 0) -> dict[str, Tensor]:
-        """Return this rank's `weights`, what the optimizers keep of them, and in fp16 the loss scale."""
+        """Return this rank's `weights`, their optimizer states, and in fp16 the loss scale."""
         states = {id(parameter): state for each in self._optimizers for parameter, state in each.state.items()}
         found = self._model.loss_scale.tensors() if self._model.loss_scale else {}
         for path, parameter in self._saved(copy):
@@ -129,7 +129,7 @@ class RunState:
         return found
 
     def takers(self) -> dict[str, Any]:
-        """Return the modules that take weights on in a form of their own, by the name of the weights."""
+        """Return the modules that convert weights to their own format (`take`), by the name of the weights."""
         return {
             f"{self.names.by_path[f'{path}.codes'].removesuffix('codes')}weight": module
             for chunk in self._model.chunks
@@ -138,14 +138,14 @@ class RunState:
         }
 
     def take(self, tensors: Mapping[str, Tensor], *, copy: int = 0) -> None:
-        """Quantize the values read into `tensors` and store them in the quantized states."""
+        """Quantize the values that were read into the `tensors` of quantized states."""
         states = {id(parameter): state for each in self._optimizers for parameter, state in each.state.items()}
         for path, parameter in self._saved(copy):
             for slot, value in states.get(id(parameter), {}).items():
                 take(value, tensors[f"optimizer.{self.names.by_path[path]}.{slot}"])
 
     def round(self) -> None:
-        """Requantize quantized states as reading a checkpoint does, so that a resumed run has the same bits.
+        """Quantize quantized states again, as reading a checkpoint does, so that a resumed run is bitwise identical.
 
         Their scales change by rounding errors of fp32.
         """
@@ -154,10 +154,10 @@ class RunState:
                 take(value, stored(value))
 
     def fill_optimizers(self) -> None:
-        """Make the optimizers allocate their states, without changing a parameter, so that they can be read into.
+        """Make the optimizers allocate their states without changing a parameter, so that states can be read into them.
 
-        An optimizer allocates in its first step, so it takes one with gradients of zero and a learning rate of zero,
-        which does not count. Gradients stay as they are.
+        An optimizer allocates in its first step. It therefore takes one with zero gradients and zero learning rate,
+        which does not count as a step. Gradients do not change.
         """
         for optimizer in self._optimizers:
             if optimizer.state:
@@ -185,7 +185,7 @@ class RunState:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of this rank's random generators, by a name of its own."""
+    """Return the states of this rank's random generators, by names that contain the rank."""
     rank = dist.get_rank()
     states = {f"rng.{rank}.cpu": torch.get_rng_state()}
     if device.type == "cuda":

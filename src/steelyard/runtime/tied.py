@@ -1,11 +1,11 @@
-"""Parameters that several layers hold, such as tied embeddings, under any plan: each layer a copy, all one gradient.
+"""Parameters that several layers share, such as tied embeddings, under any plan: one copy per layer, one gradient.
 
-The layers may lie on different stages and under different strategies. All copies start equal. After the backward passes
+The layers may be on different stages and under different strategies. All copies start equal. After the backward passes
 of a step each rank adds the gradients of its copies and those of the other stages, and keeps its part of the sum: all
-copies then take the same optimizer step and stay equal, entry by entry. Where all copies are divided alike, a rank adds
-its parts alone; otherwise the gradients are gathered, some columns at a time, so that no rank holds a whole matrix.
+copies then take the same optimizer step and stay equal, entry by entry. If all copies are sharded identically, a rank
+adds only its parts; otherwise the gradients are gathered, some columns at a time, so that no rank holds a whole matrix.
 
-Costs one more matrix for every copy, with its gradient and optimizer states, and once a step the gathering of the
+Costs one more matrix for every copy, with its gradient and optimizer states, and per step the gathering of the
 gradients and, with several stages, their sum over the stages that hold a copy.
 """
 
@@ -23,11 +23,11 @@ from steelyard.plan.stages import num_slices
 
 
 class SharedGradient:
-    """The copies of one shared parameter that this rank holds, and how their gradients meet.
+    """Copies of one shared parameter that this rank holds, and the sum of their gradients.
 
-    ``group`` joins the stages that hold copies, None for one stage. ``num_slices`` is in how many parts unlike copies
-    are gathered, None where all copies are divided alike. ``adds`` is false where another rank of this stage adds its
-    copies to the sum over the group.
+    ``group`` joins the stages that hold copies; None for one stage. ``num_slices`` is the number of parts in which
+    differently sharded copies are gathered; None if all copies are sharded identically. ``adds`` is false if another
+    rank of this stage adds its copies to the sum over the group.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class SharedGradient:
         self._adds = adds
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
-        """Return whether the parameter repeats one that is counted elsewhere."""
+        """Return whether the parameter is a copy of one that is counted elsewhere."""
         return any(parameter is copy for copy in self._copies[1 if self._has_first else 0 :])
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Replace the gradient of each copy by the sum of all; collective over the ranks that hold a copy.
 
-        Gradients must hold one step alone: those of an earlier step would count twice.
+        Gradients must be of a single step: those of an earlier step would count twice.
         """
         for copy in self._copies:
-            if copy.grad is None:  # of one that its layer holds for others
+            if copy.grad is None:  # a copy that its layer only holds for other layers
                 copy.grad = torch.zeros_like(copy)
         gradients = [copy.grad for copy in self._copies]
         if self._num_slices is None:
@@ -71,7 +71,7 @@ class SharedGradient:
                 total.zero_()
             if self._group is not None:
                 dist.all_reduce(total, group=self._group)
-            for each in (first, *others):  # which keeps this rank's part of it, without communication
+            for each in (first, *others):  # keep this rank's part of the sum, without communication
                 part = total
                 if isinstance(each, DTensor):
                     spread = DTensor.from_local(total, each.device_mesh, run_check=False)
@@ -80,9 +80,9 @@ class SharedGradient:
 
 
 def find_shared_gradients(plan: Plan, chain: ModelChain, layers: Mapping[str, nn.Module]) -> list[SharedGradient]:
-    """All parameters that this rank shares with other layers; none where its ``layers`` have a copy of nothing.
+    """Return all shared parameters of which this rank's ``layers`` hold a copy.
 
-    A collective call on every rank: it makes the groups that bring together the stages that hold copies.
+    A collective call on every rank: it makes the groups that join the stages that hold copies.
     """
     strategies = plan.strategies
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -112,7 +112,7 @@ def _are_alike(plan: Plan, stages: tuple[int, ...]) -> bool:
 
 
 def _group_across(plan: Plan, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The group of the ranks at the same place in each of the stages, on those ranks; of all where sizes differ."""
+    """Return the group of ranks at this rank's place in each stage, or of all ranks of the stages if sizes differ."""
     first_and_last = (plan.stages[stage].ranks for stage in stages)
     spans = [range(first, last + 1) for first, last in first_and_last]
     mine = None
@@ -124,9 +124,9 @@ def _group_across(plan: Plan, stages: tuple[int, ...]) -> dist.ProcessGroup | No
 
 
 def _sum_parts(parts: list[Tensor], group: dist.ProcessGroup | None, device: str) -> None:
-    """Replace each part by the sum of all parts over the group, whose ranks hold the same entries.
+    """Replace all parts by their sum over the parts and the group, whose ranks hold the same entries.
 
-    The group's sum is computed on a device of type ``device``, wherever the parts lie.
+    The group's sum is computed on a device of type ``device``, whatever device the parts are on.
     """
     first, *others = parts
     for other in others:
@@ -140,7 +140,7 @@ def _sum_parts(parts: list[Tensor], group: dist.ProcessGroup | None, device: str
 
 
 def _columns(gradient: Tensor, start: int, width: int) -> Tensor:
-    """Some columns of a gradient that is divided by rows, or all of them; a view of this rank's part.
+    """Return some columns of a gradient that is sharded by rows, or all of them; a view of this rank's part.
 
     DTensor's own slicing of a matrix that is sharded twice would gather it first.
     """
@@ -157,7 +157,7 @@ def _columns(gradient: Tensor, start: int, width: int) -> Tensor:
 
 
 def _whole(gradient: Tensor) -> Tensor:
-    """All rows of a gradient, as a tensor of its own on the device."""
+    """Return all rows of a gradient as a new tensor on the device."""
     if isinstance(gradient, DTensor):
         gradient = gradient.to(gradient.device_mesh.device_type)
     if isinstance(gradient, DTensor) and any(not placement.is_replicate() for placement in gradient.placements):

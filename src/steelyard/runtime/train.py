@@ -1,8 +1,8 @@
-"""Trains a model under a plan: the loop that every rank runs, and the record of what it measured.
+"""Training of a model under a plan: the loop that every rank runs, and the record of its measurements.
 
-When memory runs out, the error names the predicted and the measured bytes. With ``--enforce-memory`` a rank may take no
-more than the plan's budget, so that a plan can be tried on devices that have more: the CUDA allocator refuses what is
-above it; on the CPU the peak of the first full step is compared.
+When memory runs out, the error names the predicted and the measured bytes. With ``--enforce-memory`` a rank is limited
+to the plan's budget, so that a plan can be tried on devices with more memory: the CUDA allocator refuses to exceed it;
+on the CPU the peak of the first full step is compared with it.
 """
 
 import math
@@ -49,15 +49,15 @@ _CPU_MESSAGE = "DefaultCPUAllocator: can't allocate memory"
 
 
 class MemoryExceededError(RuntimeError):
-    """A rank ran out of memory, or took more than the budget that is enforced."""
+    """Raised when a rank runs out of memory, or takes more than the enforced budget."""
 
     is_final = True
 
 
 class MemoryLimit:
-    """The memory that this rank may take, and how it ends when that is not enough.
+    """Memory limit of this rank, with the errors that report that it was exceeded.
 
-    Raises `InvalidPlanError` where a budget is to be enforced and the plan has none.
+    Raises `InvalidPlanError` if a budget is to be enforced and the plan has none.
     """
 
     def __init__(self, plan: Plan, *, enforce: bool) -> None:
@@ -75,7 +75,7 @@ class MemoryLimit:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Convert PyTorch's out-of-memory errors in the context into `MemoryExceededError`."""
+        """Turn PyTorch's out-of-memory errors in the context into a `MemoryExceededError`."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -111,20 +111,20 @@ def _budget_bytes(plan: Plan) -> int:
 
 
 MAX_WARMUP_STEPS = 3
-"""Steps at the start of a run that its median step time leaves out."""
+"""Maximum number of steps at the start of a run that its median step time leaves out."""
 
 
 def train(plan: Plan, data_path: str | Path | None, options: TrainOptions) -> RunRecord:
     """Train the plan's model; call it on every process of the plan, inside `process_group`.
 
-    ``data_path`` is None if ``options`` name a data set. Training begins with new weights, those of ``--init``, or a
-    checkpoint.
+    ``data_path`` is None if ``options`` name a data set. Training starts with fresh weights, those of ``--init``, or
+    from a checkpoint. The first process prints one line per step and writes the metrics and the record that ``options``
+    ask for.
 
-    The first process prints one line per step and writes the metrics and the record that ``options`` ask for. Raises
-    `InvalidDataError` for data that cannot be used, `InvalidCheckpointError` for weights or checkpoints that cannot be
-    read or written, `InvalidPlanError` for another world size, `MemoryExceededError` when memory runs out, and
-    `DivergedError` when the loss says that nothing is trained. With a folder for checkpoints a stop signal has the
-    state saved after the step that runs, and raises `StoppedError`.
+    Raises `InvalidDataError` if the data cannot be used, `InvalidCheckpointError` if weights or checkpoints cannot be
+    read or written, `InvalidPlanError` for another world size, `MemoryExceededError` if memory runs out, and
+    `DivergedError` if the run diverges or trains nothing. With a folder for checkpoints, a stop signal saves the state
+    after the running step and raises `StoppedError`.
     """
     own = planned_own(plan, options)
     source = options.source(data_path)
@@ -150,7 +150,7 @@ def train(plan: Plan, data_path: str | Path | None, options: TrainOptions) -> Ru
 
 
 class SlownessWatch:
-    """Compares what the ranks compute every few steps, after those that warm up; the calls are collective."""
+    """Comparison of the ranks' compute times every few steps after the warm-up; its calls are collective."""
 
     def __init__(self, model: ParallelModel, options: TrainOptions) -> None:
         self._share, self._every = options.slow_share, options.slow_steps
@@ -176,9 +176,9 @@ class SlownessWatch:
 
 
 def planned_own(plan: Plan, options: TrainOptions) -> OwnModel | None:
-    """The user's own module that a plan is for, built by ``--builder`` from the run's seed; None for one of a config.
+    """Build the user's own module of a plan with ``--builder`` from the run's seed; None for a model from a config.
 
-    Raises `InvalidModelError` where one of both is missing, or it builds another module.
+    Raises `InvalidModelError` if either the module or the builder is missing, or if it builds another module.
     """
     check_builder(plan, options.builder)
     if options.builder is None:
@@ -188,7 +188,7 @@ def planned_own(plan: Plan, options: TrainOptions) -> OwnModel | None:
 
 
 class _Trainer:
-    """The state of a run on this rank."""
+    """State of a run on this rank."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class _Trainer:
             started_s = time.perf_counter()
             scale = self.model.loss_scale
             scale_value = None if scale is None else scale.value
-            # the first step that begins with optimizer states in place is no timed one unless the run is short
+            # measure the first step that begins with optimizer states in place; it is not timed unless the run is short
             if not self.peak_bytes and (num_updates == 1 or step == self._options.steps - 1):
                 loss, norm = self._measured_step(step)
             else:
@@ -262,7 +262,7 @@ class _Trainer:
         self.persistence.end()
 
     def _parts(self, loss: float) -> dict[str, float]:
-        """Return the parts of the last step's loss; empty unless routers are trained."""
+        """Return the parts of the last step's loss if routers are trained, else nothing."""
         if self.model.router_loss is None:
             return {}
         coefficient, of_routers = self.model.router_coefficient, self.model.router_loss.item()
@@ -306,7 +306,7 @@ class _Trainer:
 
 
 def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
-    """Return the record of a run, the same on every rank; a collective call."""
+    """Return the record of a run, identical on every rank; a collective call."""
     plan = trainer.model.plan
     slowest_s = torch.tensor([step.time_s for step in steps], dtype=torch.float64, device=trainer.model.device)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
@@ -344,7 +344,7 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
             for number, (step, time_s) in enumerate(
                 zip(steps, times_s, strict=True), start=trainer.persistence.num_steps + 1
             )
-            if math.isfinite(step.loss) and math.isfinite(step.grad_norm)  # else it changed nothing (--keep-going)
+            if math.isfinite(step.loss) and math.isfinite(step.grad_norm)  # else no update (--keep-going)
         ),
         ranks=tuple(rank for rank in ranks if rank is not None),
         allocator=allocator_setting() if trainer.model.device.type == "cuda" else "",
@@ -359,16 +359,16 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
 
 
 def predicted_busy_s(plan: Plan) -> tuple[float, ...] | None:
-    """Seconds of a step in which each stage is predicted to work; None without a prediction."""
+    """Predicted seconds of work per step of each stage; None without a prediction."""
     if plan.prediction is None:
         return None
     return tuple(stage.total_time_s * plan.num_microbatches for stage in plan.prediction.stages)
 
 
 def predicted_own_s(plan: Plan, device: torch.device) -> tuple[float, ...] | None:
-    """Seconds of a step in which a rank of each stage is predicted to compute, without waiting.
+    """Predicted seconds per step in which a rank of each stage computes, without waiting for others.
 
-    None without a prediction, or if the plan is for another device type.
+    None if the plan has no prediction, or is for another device type than ``device``.
     """
     if plan.prediction is None or device_type_of(plan) not in (None, "gpu" if device.type == "cuda" else "cpu"):
         return None

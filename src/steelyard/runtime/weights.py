@@ -1,13 +1,13 @@
 """Weights in Hugging Face's format: read straight into the shards of a plan, and written for `transformers` to load.
 
 A folder has a ``config.json`` and either ``model.safetensors`` or several files with ``model.safetensors.index.json``.
-Reading, each rank opens the files that hold its parameters and takes the slices that it holds. Writing, a stage gathers
-one parameter at a time on its first rank, which writes files of about `FILE_BYTES`; so no rank ever holds the model.
+To read, each rank opens the files that hold its parameters and reads only its slices. To write, a stage gathers one
+parameter at a time on its first rank, which writes files of about `FILE_BYTES`. No rank ever holds the whole model.
 
-`transformers` changes some families since their files were written: it renames tensors, and joins the matrices of all
-experts into one parameter. Its own table of these changes (``conversion_mapping``) says which; here a slice of a
-parameter becomes the slices of the tensors that it is made of. Not modelled: changes other than renaming, stacking and
-concatenating along the first dim; they are an error.
+`transformers` has changed some families since their files were written: it renames tensors, and joins the matrices of
+all experts into one parameter. Its table ``conversion_mapping`` lists these changes; here a slice of a parameter is
+mapped to slices of its stored tensors. Not modelled: changes other than renaming, stacking and concatenating along the
+first dim; they are an error.
 """
 
 import json
@@ -44,18 +44,18 @@ from steelyard.runtime.checks import export_part
 from steelyard.runtime.state import RunState
 
 OpenTensor = Callable[[str], Any]
-"""A stored tensor by its name, as safetensors' ``get_slice`` gives it."""
+"""Function that opens a stored tensor by its name, as safetensors' ``get_slice`` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredParameter:
-    """The tensors that a parameter is made of: entries, each of pieces that lie side by side in the first dim."""
+    """Stored tensors of a parameter: entries, each of pieces that are concatenated along the first dim."""
 
     entries: tuple[tuple[str, ...], ...]
     is_stacked: bool
-    """The parameter has a dim more than its tensors: its first counts the entries."""
+    """Whether the parameter has one more dim than its tensors, the first, which counts the entries."""
     apart: int = 1
-    """So many matrices lie side by side in the last dim of a tensor; more than one lie in a dim of their own here."""
+    """Number of matrices side by side in the last dim of a tensor; more than one have a separate dim here."""
 
     def shape(self, open_tensor: OpenTensor) -> tuple[int, ...]:
         """Shape of the whole parameter."""
@@ -66,7 +66,7 @@ class StoredParameter:
         return (len(self.entries), *joined) if self.is_stacked else joined
 
     def read(self, open_tensor: OpenTensor, slices: tuple[slice, ...]) -> Tensor:
-        """Return a part of the parameter; of the files nothing else is read."""
+        """Read a part of the parameter, and nothing else from the files."""
         if self.apart > 1:
             *others, parts, columns = slices
             width = self.shape(open_tensor)[-1]
@@ -97,10 +97,10 @@ def _read_entry(pieces: tuple[str, ...], open_tensor: OpenTensor, slices: tuple[
 def stored_parameters(
     model: PreTrainedModel, stored: Iterable[str], apart: Mapping[str, int]
 ) -> dict[str, StoredParameter]:
-    """Return the ``stored`` tensors, by name, that make up each parameter of a model (on the meta device).
+    """Return the names of the ``stored`` tensors that each parameter of a model (on the meta device) is made of.
 
-    ``apart`` comes from `stored_apart`. Names of no parameter are returned under the name that they would have.
-    Raises `InvalidModelError` if transformers makes a parameter in a way that is not known here.
+    ``apart`` comes from `stored_apart`. Tensors of no parameter are listed under the name that the parameter would
+    have. Raises `InvalidModelError` if transformers builds a parameter in a way that is not supported here.
     """
     changes = get_model_conversion_mapping(model)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -150,7 +150,7 @@ def _joined(target: str, pieces: list[tuple[str, str | None]], converters: list[
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_BYTES = 2 * 2**30
-"""A file is closed when it has this much."""
+"""Bytes after which a file is closed."""
 _NOT_COMPARED = (
     *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path"),
     *("initializer_range",),
@@ -162,10 +162,9 @@ _NUM_NAMED = 3
 
 
 def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 0) -> list[str]:
-    """Fill this rank's parameters from a Hugging Face folder; return notices.
+    """Fill this rank's parameters from a Hugging Face folder; return notices for the user.
 
-    Values are converted to the type of the parameters. Parameters added by levers get their initial values here, from
-    these weights and ``seed``, if they depend on the weights.
+    Values are converted to the dtype of the parameters. Parameters that levers add are initialised from ``seed``.
     Raises `InvalidCheckpointError` if the folder is not one, if its config is of another model, or if a tensor is
     missing or has another shape.
     """
@@ -217,7 +216,7 @@ def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 
 
 
 def _begin_beside(state: RunState, chain: ModelChain, seed: int) -> None:
-    """Initialise parameters added by levers from the current weights; a collective call of a stage's ranks."""
+    """Initialise the parameters that levers add, given the loaded weights; a collective call of a stage's ranks."""
     model, weights = build_meta_model(chain), state.weights()
     for each in _with_added(weights, chain, model):
         tensors = {name: whole_of(weights[own].detach()) for name, own in each.names.items()}
@@ -229,7 +228,7 @@ def _begin_beside(state: RunState, chain: ModelChain, seed: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WithAdded:
-    """A module of a layer in which levers add something: its path, and names in a run by paths in the module."""
+    """Module of a layer to which levers add parameters: its path, and names in a run by paths in the module."""
 
     layer: int
     path: str
@@ -246,7 +245,7 @@ def _with_added(weights: Mapping[str, Tensor], chain: ModelChain, model: PreTrai
 
 
 class WeightFolder:
-    """The tensors of a Hugging Face folder, each file opened when a tensor of it is first asked for."""
+    """Tensors of a Hugging Face folder; each file is opened when one of its tensors is first requested."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path = path
@@ -256,11 +255,11 @@ class WeightFolder:
 
     @property
     def names(self) -> list[str]:
-        """The names of all tensors."""
+        """All tensor names."""
         return list(self._files)
 
     def tensor(self, name: str) -> Any:
-        """Return a tensor of which parts can be read. Raises `InvalidCheckpointError` if its file does not have it."""
+        """Return a tensor whose parts can be read. Raises `InvalidCheckpointError` if its file does not have it."""
         file = self._files[name]
         if file not in self._opened:
             self._opened[file] = self._stack.enter_context(_open(self.path / file))
@@ -301,7 +300,7 @@ def _is_compared(key: str) -> bool:
 
 
 def _compared(value: Any) -> Any:
-    """Return an entry of a config without what is not compared in the configs of parts."""
+    """Return an entry of a config without the entries of nested configs that are not compared."""
     if not isinstance(value, Mapping):
         return value
     return {key: _compared(each) for key, each in value.items() if _is_compared(str(key))}
@@ -312,9 +311,9 @@ def export_weights(
 ) -> None:
     """Write the weights and the config for `transformers`, in the precision that the plan computes in.
 
-    For a model with adapters, writes only the adapters, for `peft`, or with ``merge`` the weights merged with them.
-    Writes the files of the ``tokenizer`` too. A collective call. The folder gets its name after all is written.
-    Raises `InvalidCheckpointError` if it cannot be written.
+    For a model with adapters, write only these, for `peft`, or with ``merge`` the weights with the adapters merged into
+    them. ``tokenizer`` gives the content of its files by name. A collective call. The folder gets its name after
+    everything is written. Raises `InvalidCheckpointError` if it cannot be written.
     """
     part = export_part(path)
     dtype = activation_dtype(plan.precision)
@@ -353,7 +352,7 @@ def export_weights(
 
 
 def _tensor_files(path: Path) -> dict[str, str]:
-    """Return the file of every tensor in a folder."""
+    """Return the file of every tensor in a folder by the tensor's name."""
     index = path / INDEX_FILE
     if index.is_file():
         try:
@@ -402,9 +401,9 @@ def _write_stage(
 def _gathered(
     state: RunState, dtype: torch.dtype, chain: ModelChain, *, keep: bool, alone: bool
 ) -> Iterator[dict[str, Tensor]]:
-    """The whole parameters of this rank's stage, some at a time, of the shapes that they have in ``transformers``.
+    """Yield the whole parameters of this rank's stage, some at a time, in the shapes that ``transformers`` uses.
 
-    Those that levers have added ``alone``, or the others with what these make of them.
+    With ``alone``, yield only the parameters that levers have added; without, the others with the added ones merged.
     """
     tensors: dict[str, Tensor] = {}
     num_bytes = 0
@@ -437,7 +436,7 @@ def _gathered(
 
 
 def _name_files(part: Path, files: list[tuple[str, dict[str, int]]]) -> None:
-    """Rename the files as Hugging Face does, and write the index if there are several."""
+    """Rename the files to Hugging Face's names, and write the index if there are several."""
     if len(files) == 1:
         (part / files[0][0]).rename(part / SINGLE_FILE)
         return
