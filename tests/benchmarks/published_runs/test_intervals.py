@@ -114,7 +114,7 @@ def test_figures_are_written_into_the_table_of_the_cost_model_and_of_the_readme(
     engines = [alone, replace(alone, engine="megatron", own=None)]
     code = intervals.rewritten(intervals.TABLE_FILE.read_text(encoding="utf-8"), found, good, engines)
     own = '    ("experts", "torchtitan"): (0.123, 0.568, 1.988),\n    ("experts", "megatron"): None,\n}'
-    assert re.search(r"^OF_ENGINES: .* = \{\n" + re.escape(own) + '\n"""By class', code, flags=re.MULTILINE)
+    assert re.search(r"^OF_ENGINES: .* = \{\n" + re.escape(own) + '\n"""', code, flags=re.MULTILINE)
     assert len(re.findall(r"typical=0.123, low=0.568, high=1.988\)$", code, flags=re.MULTILINE)) == len(SPREADS)
     assert "\nAS_GOOD = 0.17\n" in code
     tables = intervals.lines(found, good, engines)
