@@ -156,7 +156,7 @@ def main() -> None:
                     print(f"{name:<10} {plan:<9} refused: {error}", flush=True)
                     continue
                 run = ["--data", "synthetic", "--steps", options.steps, "--record", folder / "record.json"]
-                steelyard("train", folder / "plan.json", "--builder", builder, *run)
+                steelyard("train", folder / "plan.json", "--builder", builder, "--keep-going", *run)
                 record = json.loads((folder / "record.json").read_text())
                 predicted, measured = record["predicted_step_s"], record["median_step_s"]
                 memory = min(
