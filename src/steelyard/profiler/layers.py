@@ -93,8 +93,8 @@ class ShortChain:
             inputs, labels = random_samples(self.chain, samples, self.seq_len, generator)
         if self.places[0] == 0:
             return inputs.to(self.device), labels.to(self.device)
-        sequence, width = self.chain.hidden_shape(self.places[0] - 1, self.seq_len)
-        shape = (samples, sequence // self.strategy.sequence_degree, width)
+        sequence, *rest = self.chain.flow_shapes(self.places[0] - 1, self.seq_len)[0]
+        shape = (samples, sequence // self.strategy.sequence_degree, *rest)
         hidden = torch.randn(shape, generator=generator).to(self.device, self.dtype)
         return hidden, labels.to(self.device)
 
