@@ -116,6 +116,6 @@ def explore(
     else:
         size = format_bytes(len(text.encode()))
         print(f"{len(found.points)} of {found.num_places} choices solved, {len(found.plans)} plans")
-        print(f"written to {output} ({size})")
+        print(f"Written to {output} ({size}).")
     if not found.plans:
         raise typer.Exit(1)

@@ -41,7 +41,8 @@ def _(value: TradeOffs) -> Child:
 @_content.register
 def _(value: Found) -> Child:
     rows = [advice_cells(each) for each in (value.own, *value.changes)]
-    left_out = [tag("p", f"not tried: {each}", class_="hint") for each in value.left_out]
+    missing = [*value.left_out, *(f"{each} (no time was left)" for each in value.untried)]
+    left_out = [tag("p", f"not tried: {each}", class_="hint") for each in missing]
     return [table(_ADVICE, rows, numeric=(1, 2, 3)), *left_out]
 
 
