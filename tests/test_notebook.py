@@ -54,7 +54,7 @@ def test_every_cell_runs_in_order() -> None:
         (Found(advice(), (), (), ("--compile blocks",)), "not tried: --compile blocks (no time was left)"),
         (advice("--loss chunked"), "2.00 s"),
     ],
-    ids=["plan", "plan without prediction", "trade-offs", "found", "advice"],
+    ids=["plan", "plan without prediction", "trade-offs", "found", "untried", "advice"],
 )
 def test_results_show_themselves_with_a_style_of_their_own(value: Any, holds: str) -> None:
     shown = value._repr_html_()
