@@ -7,7 +7,7 @@ Columns are solved in the order of their distance from the request until the tim
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -152,8 +152,9 @@ def explore(
     grid = _grid(study, request, device_counts, batches)
     progress(f"{len(grid.budgets)} memory budgets on {request.cluster.name}")
     own.solve(grid, grid.own[:2], deadline)
-    switches, left_out = _switches(own, request, grid, deadline, progress)
-    ways, places = [own, *switches], product(range(len(grid.sizes)), range(len(grid.clusters)))
+    engines, without_engines = _engines(own, request, grid, deadline, progress)
+    levers, without_levers = _levers(own, grid, deadline, progress)
+    ways, places = [own, *engines, *levers], product(range(len(grid.sizes)), range(len(grid.clusters)))
     columns = sorted(((way, place) for place in places for way in range(len(ways))), key=partial(_distance, grid))
     for number, (way, place) in enumerate(columns, start=1):
         if time.process_time() > deadline:
@@ -179,7 +180,7 @@ def explore(
         margin_bytes=grid.margin_bytes,
         plans=tuple(plans),
         points=tuple(points),
-        left_out=tuple(left_out),
+        left_out=(*without_engines, *without_levers),
         price_per_device_hour=price_per_device_hour,
     )
 
@@ -250,14 +251,12 @@ def _solved(study: Study, grid: _Grid, index: int) -> Plan | str | None:
     return refuse_host(plan.model_copy(update={"prediction": shown}))
 
 
-def _switches(
+def _engines(
     own: _Way, request: PlanRequest, grid: _Grid, deadline: float, progress: Progress
 ) -> tuple[list[_Way], list[str]]:
-    """Return the fastest other engines and the first useful value of each lever, and why others are left out."""
+    """Return the fastest other engines, and why others are left out."""
+    found, left_out = list[tuple[float, _Way]](), list[str]()
     place, index = grid.own[:2], grid.own[2]
-    plain = own.columns[place]
-    engines, levers, left_out = list[tuple[float, _Way]](), list[_Way](), list[str]()
-    fits = {each: not isinstance(solved, str) for each, solved in plain.items()}
     for engine in ENGINES.values():
         if engine == request.engine or time.process_time() > deadline:
             continue
@@ -269,36 +268,47 @@ def _switches(
             continue
         way.solve(grid, place, deadline, [index])
         solved = way.columns[place].get(index)
-        engines.append((solved.step_s if isinstance(solved, Plan) else float("inf"), way))
-    short = max((each for each, is_fit in fits.items() if not is_fit), default=None)
-    for texts in single_changes(request, asked=False):
-        options = " ".join(f"--{name} {text}" for name, text in texts.items())
-        name, is_late = next(iter(texts)), time.process_time() > deadline or len(levers) == MOST_LEVERS
-        trains_all = all(each.result != "fewer trained parameters" for each in Levers.of(texts))
-        if (
-            is_late
-            or any(each.options.startswith(f"--{name} ") for each in levers)
-            or (fits.get(index) and not trains_all)
-        ):
+        found.append((solved.step_s if isinstance(solved, Plan) else float("inf"), way))
+    return [way for _, way in sorted(found, key=lambda each: each[0])[:NUM_ENGINES]], left_out
+
+
+def _levers(own: _Way, grid: _Grid, deadline: float, progress: Progress) -> tuple[list[_Way], list[str]]:
+    """Return the first useful value of each lever, and why others are left out.
+
+    A lever that trains fewer parameters is tried only if the request does not fit.
+    """
+    place, index = grid.own[:2], grid.own[2]
+    plain = own.columns[place]
+    found, left_out, taken = list[_Way](), list[str](), set[str]()
+    too_small = max((budget for budget, solved in plain.items() if isinstance(solved, str)), default=None)
+    for texts in single_changes(own.study.request, asked=False):
+        name = next(iter(texts))
+        trains_fewer = any(each.result == "fewer trained parameters" for each in Levers.of(texts))
+        if name in taken or (trains_fewer and isinstance(plain.get(index), Plan)):
             continue
+        if len(found) == MOST_LEVERS or time.process_time() > deadline:
+            break
+        options = " ".join(f"--{name} {text}" for name, text in texts.items())
         progress(options)
         try:
-            way = _Way(
-                name=options.replace("--", ""), options=options, study=Study(with_levers(own.study.request, texts))
-            )
-            way.solve(grid, place, deadline, [index] if short is None else [index, short])
+            study = Study(with_levers(own.study.request, texts))
+            way = _Way(name=options.replace("--", ""), options=options, study=study)
+            way.solve(grid, place, deadline, [index] if too_small is None else [index, too_small])
         except UserError as error:
             left_out.append(f"{options}: {error.found}")
             continue
-        solved, least = way.columns[place].get(index), plain.get(index)
-        is_faster = (
-            isinstance(solved, Plan) and isinstance(least, Plan) and solved.step_s < (1 - LEAST_GAIN) * least.step_s
-        )
-        if is_faster or any(
-            isinstance(each, Plan) and not fits.get(at, True) for at, each in way.columns[place].items()
-        ):
-            levers.append(way)
-    return [way for _, way in sorted(engines, key=lambda each: each[0])[:NUM_ENGINES]] + levers, left_out
+        if _is_useful(way.columns[place], plain, index):
+            found.append(way)
+            taken.add(name)
+    return found, left_out
+
+
+def _is_useful(column: Mapping[int, Plan | str], plain: Mapping[int, Plan | str], index: int) -> bool:
+    """Return whether a column has a plan where there was none, or a faster one within the budget of the request."""
+    solved, before = column.get(index), plain.get(index)
+    if isinstance(solved, Plan) and isinstance(before, Plan) and solved.step_s < (1 - LEAST_GAIN) * before.step_s:
+        return True
+    return any(isinstance(each, Plan) and isinstance(plain.get(budget), str) for budget, each in column.items())
 
 
 def _place_in(plans: list[Plan], plan: Plan) -> int:
