@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain as concatenated
 from math import prod
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
@@ -50,6 +51,7 @@ from steelyard.runtime.pipeline_part import (
 from steelyard.runtime.stage import StageModule, build_chunks
 from steelyard.runtime.stage_clock import StageClock
 from steelyard.runtime.tied import find_shared_gradients
+from steelyard.schedules.pass_rows import with_transfers
 
 
 class ParallelModel:
@@ -352,12 +354,18 @@ class ParallelModel:
             for number, chunk in enumerate(self.chunks)
         ]
         chosen = plan.pipeline.schedule
-        schedule = getattr(pipelining, chosen.torch_name)(
+        schedule = getattr(schedules, chosen.torch_name)(
             parts if chosen.takes_chunks else parts[0],
             plan.num_microbatches,
             loss_fn=lambda loss, _labels: self._scaled(loss),
             scale_grads=False,
         )
+        if chosen.orders_by_time:
+            rows = with_transfers([plan.pipeline.passes(stage) for stage in range(plan.num_stages)])
+            with NamedTemporaryFile("w", suffix=".csv") as file:
+                file.writelines(",".join(row) + "\n" for row in rows)
+                file.flush()
+                schedule._load_csv(file.name, format="compute_comms")
 
         def step(tokens_BS: Tensor | None, targets: dict[str, Tensor]) -> list[Tensor]:  # noqa: N803
             inputs = () if tokens_BS is None else (tokens_BS,)
