@@ -205,8 +205,12 @@ def _order_of(codes: Sequence[int], count: int, num_parts: int, num_stages: int)
     return PassOrder(phase=phase, chunk=part // num_stages, microbatch=microbatch)
 
 
-def order_bound_s(parts: Sequence[StageTimes], pipeline: PipelineConfig, limits: Sequence[StageLimit]) -> float:
-    """Lower bound in seconds of the step time over all orders of split passes within the limits."""
+def order_bound_s(
+    parts: Sequence[StageTimes], pipeline: PipelineConfig, limits: Sequence[StageLimit] | None = None
+) -> float:
+    """Lower bound in seconds of the step time over all orders of split passes within the limits, if there are any."""
+    endless = StageLimit(in_flight=pipeline.num_passes, waiting=pipeline.num_passes)
+    limits = limits or [endless] * pipeline.num_stages
     table, count, num_stages = pass_table(parts, pipeline), pipeline.num_microbatches, pipeline.num_stages
     forward, backward, weight, once = np.reshape(table.duration_s, (-1, len(parts)))
     sent, returned, *_ = np.reshape(table.transfer_s, (-1, len(parts)))

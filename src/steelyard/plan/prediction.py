@@ -328,6 +328,8 @@ class Prediction(PlanPart):
     certificate: Certificate
     lower_bound_s: limits.Seconds
     """Lower bound of the step time: by the cost tables or, if processes share cores, by what the cores can compute."""
+    order_bound_s: limits.Seconds | None = Field(default=None, exclude_if=lambda bound_s: bound_s is None)
+    """Lower bound of the step time over all orders of the plan's passes, if the schedule takes its order from times."""
     not_searched: tuple[str, ...] = ()
     """Runnable plans that the search left out; the certificate does not cover them."""
     profile: CostSource
