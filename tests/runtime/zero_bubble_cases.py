@@ -3,11 +3,10 @@
 from functools import partial
 from typing import Any
 
-from steelyard.cost.pass_order import StageLimit, best_order
-from steelyard.cost.simulator import StageTimes
 from steelyard.plan.plan import Plan
 from tests.runtime.cases import Case
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
+from tests.schedules.examples import in_own_order
 
 ORDERED = "zero-bubble-auto"
 
@@ -25,7 +24,7 @@ def _case(
     """Parts of the model in two chunks a stage."""
     num_blocks = sum(len(part.split(",")) for part in parts) - 2
     make = partial(
-        _in_order if schedule == ORDERED else make_plan,
+        _in_own_order if schedule == ORDERED else make_plan,
         FAMILY_CONFIGS[config] | {"num_hidden_layers": num_blocks},
         *parts,
         num_chunks=2,
@@ -39,16 +38,8 @@ def _case(
     return Case(make=make, num_steps=num_steps, fault=fault)
 
 
-def _in_order(*arguments: Any, **options: Any) -> Plan:
-    """A plan with the order of passes that suits some times and twice the memory."""
-    plan = make_plan(*arguments, **options)
-    pipeline = plan.pipeline
-    parts = [
-        StageTimes(forward_s=1 + number % 3, backward_s=4, weight_s=1 + number % 2, transfer_s=1)
-        for number in range(pipeline.num_parts)
-    ]
-    limits = [StageLimit(in_flight=2 * pipeline.in_flight(stage), waiting=3) for stage in range(pipeline.num_stages)]
-    return Plan.model_validate(plan.model_dump(mode="json") | {"pass_order": best_order(parts, pipeline, limits)})
+def _in_own_order(*arguments: Any, **options: Any) -> Plan:
+    return in_own_order(make_plan(*arguments, **options))
 
 
 _EVERY_MODE = (
