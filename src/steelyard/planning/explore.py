@@ -15,7 +15,7 @@ from itertools import product
 from steelyard.engines import ENGINES
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, is_as_named
+from steelyard.hardware import FULL_NODE, Cluster, is_as_named
 from steelyard.levers import Levers
 from steelyard.plan.choices import Axis, Exploration, ExploredPoint
 from steelyard.plan.plan import Plan
@@ -43,8 +43,6 @@ MOST_LEVERS = 2
 """Alternatives shown alongside the request: the ``NUM_ENGINES`` fastest engines and the first useful levers."""
 LEAST_GAIN = 0.005
 """Fraction of the step time that a lever must gain to be shown, unless something fits only with it."""
-_NODE = 8
-"""Devices of a fully populated node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +252,7 @@ def _doubled(cluster: Cluster) -> list[Cluster]:
     """Return the cluster with twice the devices, in one node if it has fewer than eight or no network is known."""
     nodes, size = cluster.num_nodes, cluster.devices_per_node
     has_network = cluster.inter_link is not None or is_as_named(cluster)
-    if nodes == 1 and (size < _NODE or not has_network):
+    if nodes == 1 and (size < FULL_NODE or not has_network):
         return [with_shape(cluster, 1, 2 * size)]
     return [with_shape(cluster, 2 * nodes, size)]
 
