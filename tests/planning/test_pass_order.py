@@ -50,7 +50,7 @@ def test_its_certificate_is_said_and_no_order_is_faster_than_its_bound() -> None
     assert prediction is not None
     assert prediction.order_bound_s is not None
     assert prediction.order_bound_s <= prediction.step_time_s < 1.05 * prediction.order_bound_s
-    assert re.search(r"order of passes: at most \d\.\d% above the best order", str(with_price(ordered(), job())))
+    assert re.search(r"at most \d\.\d% above the best order of its passes", str(with_price(ordered(), job())))
 
 
 def test_it_holds_no_more_than_the_budget() -> None:

@@ -465,8 +465,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
             ranks = f"ranks {part.ranks[0]}–{part.ranks[1]}"
             yield f"stage {part_name(plan, index)}, {ranks}: {layers_text(chain, *run.layers)}: {run.strategy}"
     if plan.prediction is not None:
-        if (bound_s := plan.prediction.order_bound_s) is not None:
-            yield f"order of passes: at most {plan.prediction.step_time_s / bound_s - 1:.1%} above the best order"
+        if plan.prediction.order_line:
+            yield plan.prediction.order_line
         yield f"{plan.prediction.certificate}; costs {plan.prediction.costs}"
 
 
