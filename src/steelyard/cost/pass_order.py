@@ -2,8 +2,8 @@ r"""Order of the passes of a pipeline for given times, with a lower bound of the
 
 A list schedule keeps the order of the forward passes and that of the backward passes of a stage, and takes from the
 times which kind is next: a free stage starts a pass whose input has arrived, and a weight pass if there is none.
-`best_order` returns the fastest of several such schedules and of the orders that it is given, as the simulator times
-them, all within the limits of the stages.
+`best_order` returns the fastest of several such schedules and of the orders of the registered schedules, as the
+simulator times them, all within the limits of the stages.
 
 With limits $n_i$ and $k_i$, no order of split passes is faster than, for any stage $i$,
 
