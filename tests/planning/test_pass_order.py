@@ -9,8 +9,11 @@ import pytest
 from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
 from steelyard.errors import InvalidPlanError
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
+from steelyard.planning.choose import plan_job
+from steelyard.planning.complete import with_next_best
 from steelyard.planning.pass_order import in_best_order
 from steelyard.planning.price import with_price
 from tests.cost.examples import plan
@@ -74,6 +77,17 @@ def test_a_schedule_with_an_order_of_its_own_keeps_it(schedule: str) -> None:
 def test_the_order_is_written_and_read(tmp_path: Path) -> None:
     write_plan(ordered(), tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json").pass_order == ordered().pass_order
+
+
+def test_its_configuration_is_not_among_its_next_best_plans() -> None:
+    found = plan_job(job(), Decisions(schedules=(NAME,), num_stages=4), top=1)
+    assert found.plan is not None
+    assert found.plan.pass_order
+    best = with_next_best(found, num_plans=len(found.others) + 1).plan
+    assert best is not None
+    shapes = {(each.num_microbatches, len(each.stages[0].parts)) for each in best.next_best}
+    assert shapes
+    assert (best.num_microbatches, best.num_chunks) not in shapes
 
 
 ROWS = ordered().pass_order
