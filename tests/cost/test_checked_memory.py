@@ -327,7 +327,7 @@ CASES = {
 
 
 NIGHTLY = {
-    "zero bubble, few tokens, fp32",
+    *("zero bubble, few tokens, fp32", "own order, full remat"),
     *("zero1, two stages, gpipe, few tokens", "zero1, three stages of many microbatches", "zero1, interleaved"),
     *("fsdp", "fsdp zero2", "fsdp remat full", "fsdp selective", "tp, fp32", "interleaved", "hybrid"),
     *("cp", "cp inside fsdp", "ulysses", "experts of sharded layers"),

@@ -68,6 +68,7 @@ def test_so_it_does_over_several_chunks(case: Case) -> None:
     assert proven_s <= ordered(case)[1] * (1 + ROUNDING)
 
 
+@settings(max_examples=40, deadline=None)
 @given(cases(most_stages=6, most_chunks=3, most_microbatches=12))
 def test_an_order_runs_stays_within_the_limits_and_is_not_below_the_bound(case: Case) -> None:
     parts, pipeline, limits = case
@@ -79,6 +80,7 @@ def test_an_order_runs_stays_within_the_limits_and_is_not_below_the_bound(case: 
         assert found.waiting(stage) <= limit.waiting
 
 
+@settings(max_examples=40, deadline=None)
 @given(cases(most_stages=6, most_chunks=3, most_microbatches=12))
 def test_no_schedule_within_the_limits_is_faster(case: Case) -> None:
     parts, pipeline, limits = case
