@@ -85,7 +85,17 @@ class LayerContext:
     through every field of the config, twice per layer and pass. None of these tensors needs gradients.
     """
 
-    __slots__ = ("batch", "by_layer", "decoder_ids", "labels_BS", "logits", "model_kwargs", "num_targets", "own", "side")
+    __slots__ = (
+        "batch",
+        "by_layer",
+        "decoder_ids",
+        "labels_BS",
+        "logits",
+        "model_kwargs",
+        "num_targets",
+        "own",
+        "side",
+    )
 
     def __init__(
         self,
@@ -114,7 +124,6 @@ class LayerContext:
         """Contexts of layers, by their numbers, if samples differ in their ``model_kwargs``."""
         self.own: dict[tuple[int, int], LayerContext] = {}
         """Contexts for the tokens of one rank under context parallelism, by (number of ranks, rank)."""
-
 
     def of_samples(self, side: SharedInputs, model_kwargs: Mapping[str, Tensor]) -> "LayerContext":
         """Return the context of layers that read the samples of ``model_kwargs``."""

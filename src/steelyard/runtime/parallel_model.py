@@ -39,6 +39,7 @@ from steelyard.runtime.data.order import rank_samples
 from steelyard.runtime.data.tokens import Samples
 from steelyard.runtime.loss_scale import LossScale
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index
+from steelyard.runtime.per_sample import check_per_sample
 from steelyard.runtime.pipeline_part import (
     ActivationLayout,
     Exchange,
@@ -50,7 +51,6 @@ from steelyard.runtime.pipeline_part import (
 from steelyard.runtime.stage import StageModule, build_chunks
 from steelyard.runtime.stage_clock import StageClock
 from steelyard.runtime.tied import find_shared_gradients
-
 
 ModelKwargs: TypeAlias = Callable[[list[int]], Mapping[str, Tensor]]
 """Arguments of the model's forward pass that differ between samples (`PER_SAMPLE`), for some of a global batch."""
@@ -82,6 +82,8 @@ class ParallelModel:
         """Callback at the end of each step: whether this rank should stop. All ranks then know it by `is_stopping`."""
         self._votes = torch.zeros(())
         self._seed = seed
+        self._proved = False
+        """Whether arguments that differ between samples were proved to be right for this model."""
         self._has_dropout = any(chunk.loop.has_dropout for chunk in chunks)
         self._shared = find_shared_gradients(plan, chain, self.layers)
         self._step_microbatches = self._pipeline_step() if plan.num_stages > 1 else self._accumulate
@@ -346,6 +348,9 @@ class ParallelModel:
         self, chunk: StageModule, model_kwargs: ModelKwargs
     ) -> list[list[tuple[list[str], dict[str, Tensor]]]]:
         """Return the arguments that differ between samples for the layers of a chunk, microbatch by microbatch."""
+        if not self._proved:
+            check_per_sample(self.plan)
+            self._proved = True
         names_of: dict[tuple[int, ...], list[str]] = {}
         for name in chunk.layers:
             names_of.setdefault(tuple(self._samples(self.plan.strategies[int(name)])), []).append(name)
