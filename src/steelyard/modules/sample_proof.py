@@ -37,7 +37,7 @@ def wrong_per_sample(chain: ModelChain, seq_len: int) -> str:
         generator = torch.Generator().manual_seed(0)
         ids, labels = torch.randint(chain.vocab_size, (2, 2, seq_len), generator=generator)
         for tokens in (ids, labels):
-            tokens[tokens == model.config.pad_token_id] = plain_token(model.config)
+            tokens[tokens == getattr(model.config, "pad_token_id", None)] = plain_token(model.config)
         rows = ((5, seq_len - 5), (3, 4, seq_len - 7)) if is_causal else ((seq_len,), (seq_len - 5,))
         decoder_ids = decoder_inputs(labels, model.config) if chain.split.encoder else None
         expected = [_alone(model, ids[place], of, decoder_ids, place) for place, of in enumerate(rows)]
