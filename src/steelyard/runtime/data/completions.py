@@ -125,7 +125,7 @@ def _tokenized(source: Source, tokenizer: Any, identity: str, options: RowOption
     rows, seq_len, packing = source.load(), options.seq_len, options.packing
     key = [_VERSION, identity, seq_len, packing, options.is_seq2seq, options.text_key, source.split, stored_files(rows)]
     wanted = _columns(source, rows, options)
-    is_text = isinstance(rows[0][wanted[0]], str)
+    is_text = MESSAGES not in wanted and isinstance(rows[0][wanted[0]], str)
     if not is_text and not options.is_seq2seq and tokenizer.chat_template is None:
         raise InvalidDataError(
             found=f"messages in {source.name}, and a tokenizer without a chat template",
