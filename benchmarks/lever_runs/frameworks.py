@@ -241,13 +241,14 @@ _FUSED_NORM = "2025-07"
 
 def _torchtitan(row: Row) -> Engine:
     """torchtitan with its loss at once, and with what ``torch.compile`` fuses where a row is compiled: the loss since
-    May 2025."""
+    May 2025. A row's version of torch tells when it ran, where it has one: its date is that of the page."""
     engine = TORCHTITAN.with_options([WHOLE_LOSS])
     kernels, execution = engine.execution.kernels, engine.execution
     assert kernels is not None, "of torchtitan"
     if row.text("compile") == "1":
         kernels = compiled(kernels)
-        if not LOSS_NOT_COMPILED.match(row.text("date")):
+        version = row.text("torch_version")
+        if not LOSS_NOT_COMPILED.match(f"torch {version}" if version else row.text("date")):
             kernels = replace(kernels, loss_bytes=COMPILED_LOSS_BYTES)
     elif row.text("date") < _FUSED_NORM:
         kernels = replace(kernels, norm=False)
