@@ -176,6 +176,7 @@ def test_hidden_states_are_cast_before_they_are_gathered_if_a_tensor_has_one_sca
     both = 2 * 2 * SHAPE.hidden * SHAPE.seq_len
     for found in (cast.forward_collectives, cast.backward_collectives):
         sizes = {each.kind: each.tensor_bytes.at(1) / both for each in found}
+        assert sizes.pop("all_reduce", 0.0) == (8 * found[-1].count / both if gathers else 0.0)
         assert sizes == {"all_gather": 0.5 if gathers else 1.0, "reduce_scatter": 1.0}
     fewer = later.forward.memory_bytes.at(1) - cast.forward.memory_bytes.at(1)
     assert fewer == (5 * 2 * SHAPE.hidden * SHAPE.seq_len / 2 if gathers else 0)

@@ -323,7 +323,9 @@ class _Local:
 
         Source: torchao 0.18, float8_tensor_parallel.py (PrepareFloat8ModuleInput, Float8RowwiseParallel), which
         torchtitan applies to scales of whole tensors (``enable_float8_tensorwise_tp``). Gathered inputs are kept so,
-        and not cast again. Latent attention has no such form there.
+        and not cast again. The ranks agree on each scale by an all-reduce of one fp64 number: of weights, of inputs
+        (those of attention and of the feed-forward layer once for all), and backwards of weights and gradients. Latent
+        attention has no such form there.
         """
         return self.low is not None and self.low.before_gather and self.sp and self.shape.latent is None
 
@@ -658,6 +660,13 @@ class _Local:
         there, back = (
             self._collectives(role, calls, into=each, out=other) for each, other in ((into, out), (out, into))
         )
+        if role is LayerRole.BLOCK and self._gathers_in_8_bits:
+            weights = len(self._linears())
+            scales = (
+                CollectiveCount(kind="all_reduce", count=count, tensor_bytes=Affine(constant=8 * count))
+                for count in (weights + 4, 2 * weights)
+            )
+            there, back = ((*found, each) for found, each in zip((there, back), scales, strict=True))
         if role is LayerRole.EMBEDDING and (not self.sp or self.adapters is not None):
             back = ()
         added = 0.0

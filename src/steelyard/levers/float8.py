@@ -14,8 +14,8 @@ fp8 peak that other products reach of the bf16 peak. In four layers of torchao's
 speed-up was 1.1 to 1.7 with casts, which means 1.8 to 2.3 for the products.
 
 Layers are not converted if a dimension of their part on a rank is not divisible by 16; embedding, head, routers and
-experts never are. fsdp and tp gather in compute precision; under tp each rank has scales of its own part. torchtitan casts
-before sp gathers if scales are of whole tensors (its ``enable_float8_tensorwise_tp``), which closed forms have.
+experts never are. fsdp and tp gather in compute precision; under tp each rank has scales of its own part.
+torchtitan gathers hidden states for sp in 8 bits if a tensor has one scale, as closed forms do.
 
 A CPU computes the same numbers (`torch._scaled_mm`), slowly. MXFP8 is priced in closed form, for an engine that has it.
 
