@@ -18,13 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from published_runs.frameworks import (
-    COMPILED_LOSS_BYTES,
-    FIXED_SEGMENTS_RESERVE,
-    LOSS_NOT_COMPILED,
-    MIXED_16,
-    compiled,
-)
+from published_runs.frameworks import FIXED_SEGMENTS_RESERVE, MIXED_16, compiled, with_compiled_loss
 
 from lever_runs.rows import Row
 from steelyard.engines.automodel import AUTOMODEL
@@ -248,8 +242,7 @@ def _torchtitan(row: Row) -> Engine:
     if row.text("compile") == "1":
         kernels = compiled(kernels)
         version = row.text("torch_version")
-        if not LOSS_NOT_COMPILED.match(f"torch {version}" if version else row.text("date")):
-            kernels = replace(kernels, loss_bytes=COMPILED_LOSS_BYTES)
+        kernels = with_compiled_loss(kernels, f"torch {version}" if version else row.text("date"))
     elif row.text("date") < _FUSED_NORM:
         kernels = replace(kernels, norm=False)
     if "async" in row.text("notes") and "async_tp" in row.text("lever"):
