@@ -160,7 +160,7 @@ def test_a_sequence_longer_than_the_learned_positions_is_an_error():
 
 def test_a_plan_that_divides_a_swin_block_is_refused():
     stages = "tp2, " * 6 + "dp2"
-    with pytest.raises(InvalidPlanError, match="tp is not for the embedding layers"):
+    with pytest.raises(InvalidPlanError, match="the embedding layers do not support tp"):
         make_plan(FAMILY_CONFIGS["swin"], stages, num_devices=2, seq_len=64)
 
 

@@ -208,8 +208,8 @@ def test_ids_of_an_image_with_text_follow_from_the_labels() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("clip", "AutoModelForImageClassification: the tower for images with a classifier"),
-        ("whisper", "AutoModelForCausalLM, the decoder alone"),
+        ("clip", "AutoModelForImageClassification: the image tower with a classifier"),
+        ("whisper", "AutoModelForCausalLM (decoder only)"),
     ],
 )
 def test_a_plan_of_a_part_of_a_model_says_what_it_leaves_out(config: str, said: str) -> None:

@@ -97,12 +97,12 @@ def test_folded_runs_follow_each_other_and_neighbours_differ(first_layer, strate
 @pytest.mark.parametrize(
     ("layers", "place"),
     [
-        ([[0, 2], [4, 5]], r"stages\[1\]\.runs\[0\]\.layers: found \[4, 5\]\n.*go on from layer 3"),
-        ([[0, 3], [3, 5]], r"stages\[1\]\.runs\[0\]\.layers: found \[3, 5\]\n.*go on from layer 4"),
+        ([[0, 2], [4, 5]], r"stages\[1\]\.runs\[0\]\.layers: found \[4, 5\]\n.*from layer 3 on"),
+        ([[0, 3], [3, 5]], r"stages\[1\]\.runs\[0\]\.layers: found \[3, 5\]\n.*from layer 4 on"),
         ([[0, 2], [3, 6]], r"stages\[1\]\.runs\[0\]\.layers: found \[3, 6\]\n.*within 0 to 5 \(tiny has 6 layers"),
         ([[0, 2], [3, 4]], r"stages: found layers 0 to 4\n.*layers 0 to 5"),
-        ([[3, 5], [0, 2]], r"stages\[0\]\.runs\[0\]\.layers: found \[3, 5\]\n.*go on from layer 0"),
-        ([[1, 2], [3, 5]], r"stages\[0\]\.runs\[0\]\.layers: found \[1, 2\]\n.*go on from layer 0"),
+        ([[3, 5], [0, 2]], r"stages\[0\]\.runs\[0\]\.layers: found \[3, 5\]\n.*from layer 0 on"),
+        ([[1, 2], [3, 5]], r"stages\[0\]\.runs\[0\]\.layers: found \[1, 2\]\n.*from layer 0 on"),
         ([[0, 5], [6, 6]], r"stages\[1\]\.runs\[0\]\.layers: found \[6, 6\]\n.*within 0 to 5"),
         ([[0, 5], [6, 5]], r"stages\[1\]\.runs\[0\]\.layers: found \[6, 5\]\n"),
         ([[-1, 2], [3, 5]], r"stages\[0\]\.runs\[0\]\.layers: found \[-1, 2\]\n"),
@@ -202,7 +202,7 @@ def test_wrong_microbatches_are_named(changes, message):
     [
         ({"parallel": "dp2", "sp": True}, r"sp: found dp2\+sp\n.*\+sp only together with tp"),
         ({"parallel": "dp2", "zero": 2}, r"zero: found dp2 zero2\n.*zero2 only together with fsdp"),
-        ({"parallel": "fsdp2-dp2"}, r"parallel: found fsdp2-dp2\n.*dp outside fsdp where one layer has both"),
+        ({"parallel": "fsdp2-dp2"}, r"parallel: found fsdp2-dp2\n.*dp outside fsdp in a layer with both"),
         ({"parallel": "tp2-tp2"}, r"parallel: found tp2-tp2\n.*each parallelism dimension on one level only"),
         ({"parallel": "dp1"}, r"parallel: found dp1\n.*a degree of 2 or more"),
         ({"parallel": "pp2"}, r"parallel: found 'pp2'\n.*dimensions dp, fsdp, tp, cp, or single"),
@@ -307,7 +307,7 @@ RUN = {"layers": [0, 1], "parallel": "dp2"}
         (((0, 1, (0, 1), (2, 2)), (2, 3, (3, 3), (4, 5))), r"stages\[1\]\.chunks\[0\]\[0\]\.layers: found \[3, 3\]"),
         (
             (TWO_CHUNKS[0], (2, 3, (2, 2), (3, 5))),
-            r"stages\[1\]\.chunks\[1\]\[0\]\.layers: found \[3, 5\]\n.*go on from layer 4",
+            r"stages\[1\]\.chunks\[1\]\[0\]\.layers: found \[3, 5\]\n.*from layer 4 on",
         ),
         ((TWO_CHUNKS[0], (2, 3, (2, 2), (4, 4))), r"stages: found layers 0 to 4\n.*layers 0 to 5"),
         (

@@ -38,7 +38,9 @@ def test_stages_of_unlike_sizes_need_no_pools():
 
 
 def test_a_stage_over_two_pools_is_named():
-    with pytest.raises(InvalidPlanError, match=r"^stages\[0\]\.ranks: found \[0, 3\].*\n.*one pool; .* end with 1"):
+    with pytest.raises(
+        InvalidPlanError, match=r"^stages\[0\]\.ranks: found \[0, 3\].*\n.*one device group; .* ends with rank 1"
+    ):
         read(cluster="1x2xa100-40gb+1x4xh100-80gb")
 
 

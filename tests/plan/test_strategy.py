@@ -17,7 +17,7 @@ from steelyard.plan.dimensions.dimension import Level, Placed
 from steelyard.plan.strategy import Remat, Strategy, mesh_axes, parse_parallel, parse_strategy
 from steelyard.search import SpaceOptions, enumerate_strategies
 
-DP_OUTSIDE = "dp outside fsdp where one layer has both: states sharded over near ranks, replicated over far ones"
+DP_OUTSIDE = "dp outside fsdp in a layer with both: states sharded over near ranks and replicated over far ones"
 ALL_DIMENSIONS = (DP, FSDP, TP)
 EVERYTHING = SpaceOptions(modes={"zero": (3, 2)}, aligned_only=False)
 COUNTS = (1, 2, 3, 4, 6, 7, 8, 12, 16, 30)

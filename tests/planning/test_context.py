@@ -87,7 +87,7 @@ def test_what_it_cannot_divide_is_refused_with_the_reason(config: dict[str, Any]
 
 @pytest.mark.slow
 def test_a_sequence_must_come_in_two_equal_pieces_for_each_rank() -> None:
-    assert "4 equal pieces, which 62 tokens do not give" in why_not(job(seq_len=62), "cp=2").expected.split("; ")[0]
+    assert "a multiple of 4, not 62" in why_not(job(seq_len=62), "cp=2").expected.split("; ")[0]
 
 
 @pytest.mark.slow

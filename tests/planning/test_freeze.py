@@ -97,7 +97,7 @@ def test_a_name_that_matches_nothing_is_an_error_that_lists_what_there_is() -> N
 
 
 def test_something_must_be_left_to_train() -> None:
-    with pytest.raises(InvalidModelError, match="something is left to train"):
+    with pytest.raises(InvalidModelError, match="some parameters are trained"):
         _found("model", "lm_head")
 
 
@@ -105,7 +105,7 @@ def test_what_no_sample_trains_is_nothing_left() -> None:
     chain = chain_from_config(split_config("llava"), name="small llava", split=SPLITS["llava"])
     resting = chain.split.resting[0]  # type: ignore[union-attr]
     every = {name.rpartition(".")[0] for name, _ in build_meta_model(chain).named_parameters()}
-    with pytest.raises(InvalidModelError, match="something is left to train"):
+    with pytest.raises(InvalidModelError, match="some parameters are trained"):
         find_freeze(chain, [name for name in every if not f"{name}.".startswith(f"{resting}.")])
 
 

@@ -54,7 +54,7 @@ def test_no_plan_is_proven_slower_than_it_takes() -> None:
 def test_it_is_not_searched_beside_others_and_that_is_said() -> None:
     of = job(num_hidden_layers=8)
     assert NAME not in {config.pipeline.schedule.name for config in pipeline_configs(of, Decisions())}
-    assert f"{NAME}: searched only where --schedule names it alone" in left_out(of, Decisions())
+    assert f"{NAME}: searched only if --schedule names no other schedule" in left_out(of, Decisions())
 
 
 @pytest.mark.parametrize("levers", LEVERS, ids=str)

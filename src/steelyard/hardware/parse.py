@@ -27,9 +27,9 @@ def parse_cluster(text: str) -> Cluster:
     if found.is_mixed:
         raise InvalidClusterError(
             field="cluster",
-            found=f"{found.name}, which has {len(found.pools)} pools of unlike devices",
+            found=f"{found.name}, a mixed cluster of {len(found.pools)} device groups",
             expected="a cluster of one device type",
-            hint="name one of the pools; `plan`, `explain` and `frontier --price` take several",
+            hint="name one of the groups; `plan`, `explain` and `frontier --price` accept several",
         )
     return found
 
@@ -52,9 +52,9 @@ def parse_pools(text: str) -> Cluster:
         if names.count(name) > 1:
             raise InvalidClusterError(
                 field="cluster",
-                found=f"{name} in two pools",
-                expected="each device once",
-                hint="add up their nodes into one pool, or describe pools of the same device in a cluster file",
+                found=f"{name} in two device groups",
+                expected="each device type once",
+                hint="combine their nodes into one group, or describe groups of the same device in a cluster file",
             )
     return joined_pools(pools, _assumed_links(pools))
 
@@ -71,7 +71,7 @@ def _short(text: str) -> Cluster:
         raise InvalidClusterError(
             field="cluster",
             found=repr(text),
-            expected="NODESxDEVICESxDEVICE, several of them joined by +, or a path that ends in .yaml",
+            expected="NODESxDEVICES_PER_NODExDEVICE, several of them joined by +, or a path that ends in .yaml",
             hint="write for example --cluster 1x8xa100-80gb",
         )
     num_nodes, devices_per_node = int(match.group(1)), int(match.group(2))
@@ -197,7 +197,10 @@ def cluster_of(file: files.ClusterFile | files.PoolsFile, *, name: str) -> Clust
         return Cluster(groups=(_group_of(file, name),))
     if len(file.pools) < 2:
         raise InvalidClusterError(
-            field="pools", found=str(len(file.pools)), expected="two or more", hint="write a single pool as a cluster"
+            field="pools",
+            found=str(len(file.pools)),
+            expected="two or more",
+            hint="describe a single device group as a cluster without pools:",
         )
     groups, links = [], file.links or (file.link,) * len(file.pools)
     for spec, entry in itertools.zip_longest(file.pools, links[: len(file.pools)]):

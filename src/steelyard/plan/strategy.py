@@ -278,7 +278,8 @@ class Strategy:
                 raise InvalidPlanError(
                     field="parallel",
                     found=self.parallel,
-                    expected=f"levels that are runs of the stage mesh {'×'.join(map(str, sizes))}, outermost first",
+                    expected=f"levels that are consecutive axes of the stage mesh {'×'.join(map(str, sizes))}, "
+                    "outermost first",
                     hint="swap the levels or move a factor from one to the other",
                 )
             if level.dimension in dimensions:
@@ -322,7 +323,7 @@ class Strategy:
             raise InvalidPlanError(
                 field="parallel",
                 found=str(self),
-                expected="experts divided over whole axes of the stage mesh, the innermost of the data ranks",
+                expected="experts divided over whole axes of the stage mesh, the innermost data axes",
                 hint="choose another degree of ep",
             )
         return axes[place:]

@@ -347,7 +347,7 @@ def test_strategies_that_differ_in_remat_alone_share_the_hue_and_not_the_pattern
         ("tp2-dp4", "every matrix over 2 strided ranks"),
         (
             "dp4-tp2+sp remat=selective",
-            "every matrix over 2 neighbouring ranks, the sequence too (sp); keeps matrix products",
+            "every matrix over 2 neighbouring ranks, and the sequence (sp); keeps matrix products",
         ),
     ],
 )
