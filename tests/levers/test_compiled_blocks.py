@@ -78,7 +78,7 @@ def test_dimensions_that_exchange_in_the_middle_of_a_block_are_refused(config: s
 
 
 def test_quantized_weights_are_refused_before_any_search() -> None:
-    with pytest.raises(UserError, match="beside --base"):
+    with pytest.raises(UserError, match="together with --base"):
         make_request("llama-demo", "1x1xa100-40gb", **JOB, levers=BLOCKS | {"train": "lora", "base": "nf4"})
 
 

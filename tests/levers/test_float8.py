@@ -60,7 +60,7 @@ def _refused(model: Any, cluster: str, levers: dict[str, str], **options: Any) -
 
 @pytest.mark.parametrize(
     ("cluster", "word", "words"),
-    [("1x1xa100-40gb", "rowwise", "no known rate in fp8"), ("1x1xh100-80gb", "mxfp8", "no trace is made")],
+    [("1x1xa100-40gb", "rowwise", "fp8 rate is unknown"), ("1x1xh100-80gb", "mxfp8", "no trace is made")],
 )
 def test_a_device_or_an_engine_without_it_is_refused_before_any_search(cluster: str, word: str, words: str) -> None:
     error = _refused("llama-demo", cluster, {"float8": word})
@@ -70,7 +70,7 @@ def test_a_device_or_an_engine_without_it_is_refused_before_any_search(cluster: 
 
 def test_what_it_does_not_go_beside_is_refused_before_any_search() -> None:
     qlora = {"train": "lora", "base": "nf4", "float8": "rowwise"}
-    assert "beside adapters" in _refused("llama-demo", "1x1xh100-80gb", qlora).found
+    assert "together with adapters" in _refused("llama-demo", "1x1xh100-80gb", qlora).found
     assert "engine megatron" in _refused("llama3-8b", "1x8xh100-80gb", {"float8": "rowwise"}, engine="megatron").found
 
 

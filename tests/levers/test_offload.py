@@ -183,7 +183,7 @@ def test_what_blocks_save_is_on_the_host_and_copied_both_ways_in_every_microbatc
 def test_selective_remat_beside_activations_on_the_host_is_refused() -> None:
     stages = "dp2, dp2 remat=selective, dp2, dp2"
     options: dict[str, Any] = {"num_microbatches": 2, "global_batch": 16, "num_devices": 2}
-    with pytest.raises(InvalidPlanError, match="no or full remat"):
+    with pytest.raises(InvalidPlanError, match="no remat or full remat"):
         make_plan("llama-tied", stages, **options, levers={"offload": "activations"})
     make_plan("llama-tied", stages, **options, levers=OFFLOAD)
 
@@ -242,7 +242,7 @@ def test_values_that_cannot_be_had_are_left_out_with_the_reason() -> None:
     levers = {"offload": "auto", "optimizer": "adamw-8bit"}
     result = complete(make_request("llama-demo", "1x2xa100-40gb", **OPTIONS, levers=levers))
     assert result.plan is not None
-    assert "; not optimizer beside another optimizer" in result.notes[0]
+    assert "; not optimizer together with another optimizer" in result.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_what_is_said_of_host_memory_is_what_is_known(memory_bytes: int | None, 
 
 @pytest.mark.parametrize("word", ["adamw-8bit", "adafactor", "sgd"])
 def test_another_optimizer_beside_its_moments_on_the_host_is_refused(word: str) -> None:
-    with pytest.raises(UserError, match="beside another optimizer"):
+    with pytest.raises(UserError, match="together with another optimizer"):
         find_plan("llama-demo", "1x2xa100-40gb", **OPTIONS, levers={**OFFLOAD, "optimizer": word})
     levers = {"offload": "activations", "optimizer": word}
     assert find_plan("llama-demo", "1x2xa100-40gb", **OPTIONS, levers=levers).levers == levers
@@ -368,7 +368,7 @@ def test_parameters_cross_the_link_in_every_pass_and_are_updated_by_the_host() -
 
 @pytest.mark.parametrize(
     ("strategy", "reason"),
-    [("dp2", "fsdp"), ("fsdp2 zero2", "ZeRO-3"), ("fsdp2 remat=selective", "no or full remat")],
+    [("dp2", "fsdp"), ("fsdp2 zero2", "ZeRO-3"), ("fsdp2 remat=selective", "no remat or full remat")],
 )
 def test_layers_whose_parameters_cannot_lie_on_the_host_are_refused(strategy: str, reason: str) -> None:
     with pytest.raises(InvalidPlanError, match=reason):
@@ -383,5 +383,5 @@ def test_layers_whose_parameters_cannot_lie_on_the_host_are_refused(strategy: st
 
 
 def test_a_quantized_base_beside_parameters_on_the_host_is_refused() -> None:
-    with pytest.raises(UserError, match="beside --base"):
+    with pytest.raises(UserError, match="together with --base"):
         find_plan("llama-demo", "1x1xa100-40gb", **OPTIONS, levers={"offload": "parameters", "train": "qlora"})
