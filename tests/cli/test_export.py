@@ -208,4 +208,4 @@ def test_what_runs_any_plan_keeps_all_that_was_asked(run: Run, folder: Path, tmp
     plan = json.loads((folder / "mixed.json").read_text()) | {"asked": {"num_microbatches": 1}}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     result = run("export", tmp_path / "plan.json", "--to", "torchrun")
-    assert "asked for and kept: --microbatches 1" in result.stdout
+    assert "requested and kept: --microbatches 1" in result.stdout
