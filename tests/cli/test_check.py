@@ -227,8 +227,8 @@ def test_a_split_on_which_layers_fail_is_named_with_the_place_that_was_changed(
     plan |= {"cluster": "1x4xa100-80gb", "prediction": plan["prediction"] if is_predicted else None}
     plan_file.write_text(json.dumps(plan))
     error = str(user_error(run("check", plan_file, "--processes", 1)))
-    assert f"model.split.hidden_size: found {width + 1}, on which layers fail (RuntimeError: " in error
-    assert f"expected: {width}, by the model" in error
+    assert f"model.split.hidden_size: found {width + 1}, for which layers fail (RuntimeError: " in error
+    assert f"expected: {width}, the value of the model" in error
     assert "to fix: plan again" in error
 
 

@@ -88,7 +88,7 @@ def test_a_builder_for_a_plan_that_has_a_config_is_refused(run: Run, tmp_path: P
         ("import nothing_of_that_name", "build", "raises ModuleNotFoundError in line 1"),
         ("from torch import nn\ndef build(): return nn.Linear(2, 2)", "build", "build() returns a Linear alone"),
         ("def build(): return 1, 2", "build", "build() returns a int first"),
-        ("from torch import nn\ndef build(): return nn.Linear(2, 2), 1, 2", "build", "returns a int as loss"),
+        ("from torch import nn\ndef build(): return nn.Linear(2, 2), 1, 2", "build", "returns a int as the loss"),
         ("def build(): return (1,)", "build", "returns a tuple of 1"),
     ],
 )

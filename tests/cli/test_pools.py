@@ -107,7 +107,7 @@ def test_a_report_names_the_pool_and_the_budget_of_each_stage(run: Run, tmp_path
 @pytest.mark.parametrize("target", ["torchtitan", "megatron", "torchrun"])
 def test_exports_refuse_such_a_plan_with_the_reason(run: Run, path: Path, target: str) -> None:
     error = user_error(run("export", path, "--to", target, "-o", path.parent / "out"))
-    assert "2 pools of unlike devices" in error.found
+    assert "2 device groups" in error.found
 
 
 @pytest.mark.parametrize("target", ["torchrun", "slurm", "kubeflow"])
@@ -142,7 +142,7 @@ def test_a_free_batch_or_length_is_refused_with_pools(run: Run) -> None:
 
 def test_other_commands_ask_for_one_device_type(run: Run, path: Path) -> None:
     error = user_error(run("export", path, "--to", "pytorch", "--cluster", POOLS))
-    assert "2 pools of unlike devices" in error.found
+    assert "2 device groups" in error.found
 
 
 def test_a_frontier_of_pools_asks_for_the_price_of_each(run: Run) -> None:
@@ -176,4 +176,4 @@ def test_check_runs_the_ranks_of_unlike_stages_within_what_was_predicted_of_thei
 def test_a_plan_whose_pools_are_not_there_is_named(run: Run, path: Path) -> None:
     error = user_error(run("explain", path, "--cluster", "1x2xh100-80gb+1x4xl4"))
     assert error.field == "cluster"
-    assert "plan for the pools that are there" in error.hint
+    assert "plan for the available device groups" in error.hint

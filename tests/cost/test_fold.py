@@ -35,7 +35,7 @@ BLOCKS = (0, *[1] * 24, 2)
         (BLOCKS, 4, 5, "24 blocks do not divide into 5 chunks"),
         (BLOCKS, 8, 4, "need 32 blocks or more"),
         (BLOCKS, 1, 2, "two stages"),
-        ((0, 1, 1, 2, 2, 3), 2, 2, "are not alike"),
+        ((0, 1, 1, 2, 2, 3), 2, 2, "the blocks of 2 chunks differ"),
         ((0, 1, 2, 1, 2, 3), 2, 2, None),
     ],
 )
@@ -53,7 +53,9 @@ def test_ends_take_the_place_of_one_block_or_two_where_that_is_allowed():
         assert (found is None) == (sum(missing) <= 2)
         assert (why_not_folded(layers, num_stages=4, num_chunks=chunks) is None) == (sum(missing) == 0)
     alternating = (0, *[1, 2] * 7, 3)  # the first block of the second chunk is the eighth
-    assert "not alike" in why_not_folded(alternating, num_stages=2, num_chunks=2, ends_replace_blocks=True)
+    assert "blocks of 2 chunks differ" in why_not_folded(
+        alternating, num_stages=2, num_chunks=2, ends_replace_blocks=True
+    )
     assert why_not_folded(alternating, num_stages=2, num_chunks=4, ends_replace_blocks=True) is None
 
 

@@ -103,7 +103,7 @@ def test_a_mistake_in_the_short_form_is_named(text, message):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ("link: 2xethernet-100\n", "", r"^link: found 0 for 2 pools\n.*the link between the device groups"),
+        ("link: 2xethernet-100\n", "", r"^link: found 0 for 2 device groups\n.*the link between the device groups"),
         (", name: new", ", name: 2x2xa100-80gb", r"^pools: found '2x2xa100-80gb' twice\n.*a unique name"),
         (", name: new", ", name: a+b", r"^pools: found 'a\+b'\n.*without a plus"),
         (", inter_link: ethernet-25", ", speed: 3", r"^speed: found an unknown key"),
@@ -118,5 +118,5 @@ def test_a_mistake_in_a_file_of_pools_is_named(tmp_path, before, after, message)
 
 
 def test_where_one_device_type_is_meant_several_pools_are_refused():
-    with pytest.raises(InvalidClusterError, match=r"2 pools of unlike devices\n.*one device type"):
+    with pytest.raises(InvalidClusterError, match=r"2 device groups\n.*one device type"):
         parse_cluster(SHORT)

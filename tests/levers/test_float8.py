@@ -81,7 +81,7 @@ def test_an_engine_that_has_the_lever_says_so_of_the_precision() -> None:
 
 def test_a_model_without_aligned_layers_is_refused_before_any_search() -> None:
     sizes = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 9, "intermediate_size": 100}
-    with pytest.raises(InvalidModelError, match="dims that 16 divides"):
+    with pytest.raises(InvalidModelError, match="dims divisible by 16"):
         job_of(make_request(CONFIGS["llama"] | sizes, "1x1xh100-80gb", global_batch=4, seq_len=32, levers=ROWWISE))
 
 

@@ -154,7 +154,7 @@ def test_a_plan_for_images_has_the_sequence_length_of_their_patches():
 
 
 def test_a_sequence_longer_than_the_learned_positions_is_an_error():
-    with pytest.raises(InvalidModelError, match="32 or less"):
+    with pytest.raises(InvalidModelError, match="at most 32"):
         make_plan(FAMILY_CONFIGS["gpt2"], "single, single, single, single", num_devices=1, seq_len=64)
 
 

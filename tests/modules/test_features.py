@@ -66,14 +66,12 @@ def test_wide_convolutions_before_the_blocks_are_narrow_where_it_is_proved() -> 
 
 
 def test_a_type_of_which_it_is_not_known_what_sound_is_refused_by_name() -> None:
-    with pytest.raises(InvalidModelError, match="pop2piano, of which it is not known what a sample holds of sound"):
+    with pytest.raises(InvalidModelError, match="pop2piano, without the shape of its audio features"):
         split_model("pop2piano", {"architectures": ["Pop2PianoForConditionalGeneration"]})
 
 
 def test_a_part_that_looks_its_attention_up_in_a_table_of_its_own_is_built() -> None:
-    with pytest.raises(
-        InvalidModelError, match="unlimited_ocr, of which it is not known what a sample holds of images"
-    ):
+    with pytest.raises(InvalidModelError, match="unlimited_ocr, without the size of its images"):
         find_split(read_hub_config("unlimited_ocr", {}))
 
 

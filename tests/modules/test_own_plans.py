@@ -77,7 +77,7 @@ def test_a_style_that_is_not_read_is_named(style: str) -> None:
     found = _with_style(style)
     ((_, block),) = _blocks(found)
     unread = block.unread_plan()
-    assert unread == f"styles of its own tp plan are not read: {style} (of {PATH})"
+    assert unread == f"styles of its own tp plan are not supported: {style} (of {PATH})"
     assert next(block.suppositions())[f"block.{PATH}"] == "columns"
 
 
@@ -106,7 +106,7 @@ def test_why_a_layer_type_has_no_tp_names_the_styles_that_were_not_read() -> Non
     config = {**SIZES, "is_moe": True, "num_experts": 64, "num_experts_per_tok": 4}
     block = split_model("doge", {"model_type": "doge", **config, "hidden_dropout": 0.0}).kinds[1]
     assert not block.unread_plan
-    assert block.no_tp.startswith("styles of its own tp plan are not read: embedding_rowwise (of mlp.up_embed); ")
+    assert block.no_tp.startswith("styles of its own tp plan are not supported: embedding_rowwise (of mlp.up_embed); ")
 
 
 def test_a_plan_that_two_ranks_do_not_prove_is_told_where_the_structure_is_taken_in_its_place() -> None:

@@ -172,7 +172,9 @@ def test_sp_that_does_not_divide_the_sequence_is_named():
 def test_levels_across_the_mesh_are_named():
     config = {**CONFIG, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8}
     content = one_stage("dp2-tp3", devices=6, model={"name": "tiny", "config": config})
-    with pytest.raises(InvalidPlanError, match=r"^stages\[0\]\.runs\[0\]\.parallel: .*\n.*not runs of the stage mesh"):
+    with pytest.raises(
+        InvalidPlanError, match=r"^stages\[0\]\.runs\[0\]\.parallel: .*\n.*not consecutive axes of the stage mesh"
+    ):
         read(content)
 
 
@@ -329,7 +331,7 @@ def test_chunks_that_do_not_make_a_pipeline_are_named(stages, message):
         ("interleaved-1f1b", {}, r"stages\[0\]\.chunks: found nothing"),
         ("interleaved-1f1b", {"chunks": []}, r"stages\[0\]\.chunks: found \[\]\n.*at least 2 in the list"),
         ("interleaved-1f1b", {"chunks": [[RUN], []]}, r"stages\[0\]\.chunks\[1\]: found \[\]\n.*at least 1"),
-        ("1f1b", {"chunks": [[RUN], [RUN]]}, r"stages\[0\]\.runs: found chunks\n.*runs alone.*1f1b takes"),
+        ("1f1b", {"chunks": [[RUN], [RUN]]}, r"stages\[0\]\.runs: found chunks\n.*only runs.*under 1f1b"),
         ("1f1b", {"runs": [RUN], "chunks": [[RUN], [RUN]]}, r"stages\[0\]\.runs: found runs and chunks"),
         ("1f1b", {}, r"stages\[0\]\.runs: found nothing"),
     ],
@@ -363,7 +365,7 @@ def test_a_remat_choice_of_a_block_survives_a_file(remat):
 
 @pytest.mark.parametrize(("stage", "run", "layer_type"), [(0, 0, "embedding"), (1, 1, "head")])
 def test_selective_remat_of_another_layer_than_a_block_is_refused(stage, run, layer_type):
-    with pytest.raises(InvalidPlanError, match=rf"remat=selective for the {layer_type} layers\n.*is for blocks"):
+    with pytest.raises(InvalidPlanError, match=rf"remat=selective for the {layer_type} layers\n.*only for blocks"):
         read(changed((["stages", stage, "runs", run, "remat"], "selective")))
 
 

@@ -134,7 +134,7 @@ def test_the_outermost_level_takes_the_first_axes(text, dp, tp):
 def test_a_level_that_cuts_through_an_axis_is_not_aligned(text):
     strategy = parse_strategy(text)
     assert not strategy.is_aligned
-    with pytest.raises(InvalidPlanError, match=r"^parallel: .*\n.*runs of the stage mesh"):
+    with pytest.raises(InvalidPlanError, match=r"^parallel: .*\n.*consecutive axes of the stage mesh"):
         strategy.axes_of(TP)
 
 

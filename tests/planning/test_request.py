@@ -191,7 +191,7 @@ GPT2 = chain_from_config(FAMILY_CONFIGS["gpt2"] | {"n_positions": 64}, name="gpt
         ({"global_batch": 0}, "global_batch", "1 to 262144"),
         ({"seq_len": 2**24 + 1}, "seq_len", "1 to 16777216"),
         ({"global_batch": 2**18, "seq_len": 2**24}, "global_batch", "tokens a step"),
-        ({"model": GPT2, "seq_len": 65}, "seq_len", "64 or less"),
+        ({"model": GPT2, "seq_len": 65}, "seq_len", "at most 64"),
         ({"imbalance": 1.5}, "imbalance", "a model with experts"),
         ({"model": MIXTRAL, "imbalance": 0.5}, "imbalance", "1 (every rank's experts get as many tokens) to 8"),
         ({"model": MIXTRAL, "imbalance": 9.0}, "imbalance", "to 8"),

@@ -125,9 +125,9 @@ class Job:
             if name not in known:
                 raise InvalidPlanError(
                     field="cluster",
-                    found=f"the pool {name!r}",
+                    found=f"the device group {name!r}",
                     expected="one of " + ", ".join(known),
-                    hint="plan for the pools that are there",
+                    hint="plan for the available device groups",
                 )
         return Job.over([known[name] for name in names])
 

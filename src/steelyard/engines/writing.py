@@ -254,7 +254,7 @@ def export_plan(target: Target, request: Request) -> Draft:
     draft, plan = target.write(request), request.plan
     levers = (f"levers: {plan.chosen_levers}",) if plan.levers else ()
     own = draft.carried or UniformPlan.of(plan).carried
-    carried = (*own, *levers, *((f"requested and kept: {', '.join(request.kept)}",) if request.kept else ()))
+    carried = (*own, *levers, *((f"kept as asked: {', '.join(request.kept)}",) if request.kept else ()))
     trains_other = plan.chain().trains_routers and not target.starts_steelyard
     left_out = (*request.unsupported, *draft.left_out, *((target.routers,) if trains_other else ()))
     # as `steelyard train` sets it
@@ -269,7 +269,7 @@ def export_plan(target: Target, request: Request) -> Draft:
     )
     lines = (
         f"For {target.software}, written by steelyard export.",
-        *(("Requested, but dropped:",) if request.given_up else ()),
+        *(("Given up:",) if request.given_up else ()),
         *(f"  {line}" for line in request.given_up),
         f"{plan.model.name} on {plan.cluster}: {plan.global_batch} samples of {plan.seq_len} tokens per "
         f"step, {plan.precision}, {plan.num_devices} devices.",

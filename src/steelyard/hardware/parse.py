@@ -71,7 +71,7 @@ def _short(text: str) -> Cluster:
         raise InvalidClusterError(
             field="cluster",
             found=repr(text),
-            expected="NODESxDEVICES_PER_NODExDEVICE, several of them joined by +, or a path that ends in .yaml",
+            expected="NODESxDEVICESxDEVICE, several of them joined by +, or a path that ends in .yaml",
             hint="write for example --cluster 1x8xa100-80gb",
         )
     num_nodes, devices_per_node = int(match.group(1)), int(match.group(2))

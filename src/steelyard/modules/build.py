@@ -50,7 +50,7 @@ def read_hub_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedCon
             raise InvalidModelError(
                 field=f"layer_types.{place}",
                 found=repr(name),
-                expected="a layer type that transformers knows",
+                expected="a layer type of transformers",
                 hint=nearest(str(name), ALLOWED_LAYER_TYPES),
             )
     with _as_the_configs(model_type):
@@ -87,9 +87,9 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
     if chain.split.module:
         raise InvalidModelError(
             field="model",
-            found=f"a plan for {chain.split.module}, which is not of transformers",
+            found=f"a plan for {chain.split.module}, your own module",
             expected="the function that builds it",
-            hint="add --builder FILE.py:FUNCTION, with the file that you planned with (it is run)",
+            hint="add --builder FILE.py:FUNCTION, the file that you planned with (it is executed)",
         )
     model = build_from_config(hub_config(chain), chain.family.task, fused_attention=chain.family.fused_attention)
     prepare(model, chain.family.model_type)

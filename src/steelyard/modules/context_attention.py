@@ -60,7 +60,7 @@ def piece_size(seq_len: int, degree: int) -> int:
         raise InvalidPlanError(
             field="seq_len",
             found=f"{seq_len} tokens under cp{degree}",
-            expected=f"a multiple of {2 * degree}: every rank holds two equal pieces of a sequence",
+            expected=f"a multiple of {2 * degree}, because every rank holds two equal pieces of a sequence",
             hint="choose another sequence length or a smaller cp degree",
         )
     return seq_len // (2 * degree)
@@ -146,14 +146,14 @@ def run_attention(
         raise InvalidModelError(
             field="attention dropout",
             found=f"{dropout} in a layer under cp",
-            expected="0: ranks that hold different tokens do not drop entries of attention alike",
+            expected="0, because ranks with different tokens cannot apply the same attention dropout",
             hint="set the config's attention dropout to 0, or plan without cp",
         )
     if division is not None and options.get("sliding_window") not in (None, division.window):
         raise InvalidModelError(
             field="cp",
             found=f"attention over a window of {options['sliding_window']} tokens in a layer under cp",
-            expected=f"one of {division.window}, as its layer type says",
+            expected=f"a window of {division.window} tokens, as in its layer type",
             hint="plan without cp",
         )
     if division is not None and division.method is ContextMethod.GATHER:
@@ -260,8 +260,8 @@ def _heads_to_tokens(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh
             raise InvalidPlanError(
                 field="cp method",
                 found=f"ulysses over {mesh.size()} ranks of {tensor.size(1)} {name}",
-                expected=f"a divisor of the {name} that a rank has",
-                hint="choose the method gather, or a smaller degree",
+                expected=f"a divisor of the {name} of a rank",
+                hint="choose cp_method gather, or a smaller degree",
             )
     parts = [tensor.transpose(1, 2).unflatten(2, (mesh.size(), -1)) for tensor in (query, key, value)]
     mine = _exchanged(torch.cat(parts, 3).movedim(2, 0), mesh)

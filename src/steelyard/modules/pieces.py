@@ -57,7 +57,7 @@ class SplitSharedInputs:
         self, model: PreTrainedModel, chain: ModelChain, layer_types: Collection[str], *, makes_masks: bool = True
     ) -> None:
         split = chain.split
-        assert isinstance(split, ModelSplit), "a user's own module has blocks of its own"
+        assert isinstance(split, ModelSplit), "a user's own module has its own blocks"
         self.model_config = model.config
         first_of = {chain.type_of(layer).name: layer for layer in reversed(range(chain.num_layers))}
         layers = sorted(first_of[name] for name in layer_types)

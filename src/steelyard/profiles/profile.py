@@ -284,8 +284,8 @@ class LayerProfile(ProfilePart):
             raise InvalidProfileError(
                 field=f"layers.{self.kind}.times",
                 found=f"measurements for {sizes} samples ({self.shape_text})",
-                expected=f"measurements up to {samples:g} samples per rank",
-                hint="profile with larger micro-batch sizes (steelyard profile --samples …)",
+                expected=f"measurements near {samples:g} samples per rank",
+                hint="profile with more micro-batch sizes (steelyard profile --samples …)",
             )
         upper = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)
         low, high = self.times[upper - 1], self.times[upper]

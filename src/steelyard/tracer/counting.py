@@ -239,7 +239,7 @@ def _effect_of_collective(func: Any, args: tuple[Any, ...], out: Any) -> OpCount
             field="collective",
             found=f"the layer calls {name}",
             expected="one of " + ", ".join(sorted(_COLLECTIVES)),
-            hint="this collective has no cost yet: add it in steelyard/tracer/counting.py",
+            hint="this collective has no cost model: add it in steelyard/tracer/counting.py",
         )
     collective = _COLLECTIVES[name]
     whole = out if collective == "all_gather" else args[0]

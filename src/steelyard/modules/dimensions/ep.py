@@ -61,7 +61,7 @@ def apply_expert_parallel(layer: ChainLayer, mesh: DeviceMesh) -> None:
         degree = mesh.size()
         if experts.num_experts % degree:
             whole = getattr(experts, "num_all_experts", experts.num_experts)
-            each = f", of which each tp rank has {experts.num_experts}" if whole != experts.num_experts else ""
+            each = f", {experts.num_experts} per tp rank" if whole != experts.num_experts else ""
             raise InvalidPlanError(
                 field="ep",
                 found=f"ep{degree} for {whole} experts{each}",

@@ -80,7 +80,7 @@ class _Compiled:
                 field="--compile",
                 found=f"blocks of {self._name}: {str(error).strip().splitlines()[0]}",
                 expected="blocks that torch.compile traces as one function",
-                hint="leave --compile out, or what the block draws at random (dropout) where tp divides it",
+                hint="leave --compile out, or set dropout to 0 if tp divides the block",
             ) from error
 
 

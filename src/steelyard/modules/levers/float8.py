@@ -28,7 +28,7 @@ def change_model(lever: Float8, model: PreTrainedModel, chain: ModelChain) -> No
     if not any(hasattr(each, "linear_mm_config") for each in model.modules()):
         raise InvalidModelError(
             field="--float8",
-            found=f"no linear layer in blocks of {chain.name} with dims that {_ALIGNED} divides",
+            found=f"no linear layer in blocks of {chain.name} with dims divisible by {_ALIGNED}",
             expected=f"inputs and outputs that are multiples of {_ALIGNED}",
             hint="leave --float8 out",
         )

@@ -122,8 +122,8 @@ def change_model(lever: QuantizedBase, model: PreTrainedModel, _chain: ModelChai
     if not any(isinstance(each, QuantizedLinear) for each in model.modules()):
         raise InvalidModelError(
             field="--base",
-            found=f"{lever} for a model without torch.nn.Linear beside its head",
-            expected="linear layers, which are quantized (those of GPT-2 are of another class)",
+            found=f"{lever} for a model without torch.nn.Linear layers except its head",
+            expected="torch.nn.Linear layers, the only ones that are quantized (GPT-2 has Conv1D)",
             hint="leave --base out",
         )
 
