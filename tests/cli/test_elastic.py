@@ -182,7 +182,7 @@ def test_a_pool_is_named_for_plans_over_pools_alone(run: Run, plan_path: Path, t
 
 def test_a_pool_without_an_elastic_run_is_refused(run: Run, pooled_path: Path) -> None:
     error = str(user_error(run("train", pooled_path, "--data", "text.txt", *POOL)))
-    assert "--pool: found '1x2xa100-80gb'\n  expected: --elastic with it" in error
+    assert "--pool: found '1x2xa100-80gb'\n  expected: --elastic, and a plan" in error
 
 
 @pytest.mark.slow

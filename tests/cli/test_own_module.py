@@ -71,7 +71,7 @@ def test_check_fits_with_the_builder_within_what_was_predicted(run: Run, plan_fi
 def test_a_plan_file_alone_runs_no_code(run: Run, plan_file: Path, command: tuple[str, ...]) -> None:
     error = text_of(run(command[0], plan_file, *command[1:]))
     assert "--builder: found nothing, and a plan for diffusion.DiffusionTransformer" in error
-    assert "what a plan file holds is never run" in error
+    assert "code in a plan file is never executed" in error
 
 
 def test_a_builder_for_a_plan_that_has_a_config_is_refused(run: Run, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_train_builds_the_module_in_every_process_and_resumes(
     assert again.exit_code == 0, again.output
     assert [step["step"] for step in json.loads(again.stdout)["steps"]] == [4]
     refused = run(*job, "--steps", 1, "--export-hf", tmp_path / "exported")
-    assert "no folder of transformers" in text_of(refused)
+    assert "no Hugging Face folder" in text_of(refused)
 
 
 @pytest.fixture(name="save_samples")

@@ -45,8 +45,8 @@ def test_labels_that_are_shifted_already_stay() -> None:
     [
         ({"labels": None}, "input_ids and labels"),
         ({"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]] * 2)}, "padding before tokens"),
-        ({"attention_mask": torch.ones(2, 1, 6, 6)}, "attention masks of the batch's own"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)}, "one sequence in each sample"),
+        ({"attention_mask": torch.ones(2, 1, 6, 6)}, "an attention mask with more than two dims"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)}, "one sequence per sample"),
         ({"token_type_ids": torch.ones_like(TOKENS)}, "one segment"),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, "packing_strategy='wrapped'"),
         ({"pixel_values": torch.zeros(2, 3)}, "a batch with pixel_values"),

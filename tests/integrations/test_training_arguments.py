@@ -34,7 +34,7 @@ def arguments(folder: Path, **given: Any) -> TrainingArguments:
         ({"adam_epsilon": 1e-6}, ("1e-06 in", "1e-08")),
         ({"torch_compile": True}, ("True in", "the plan compiles nothing")),
         ({"label_smoothing_factor": 0.1}, ("0.1 in", "without smoothing")),
-        ({"neftune_noise_alpha": 5.0}, ("5.0 in", "the embedding is planned as it is")),
+        ({"neftune_noise_alpha": 5.0}, ("5.0 in", "the plan assumes an unchanged embedding")),
     ],
 )
 def test_what_contradicts_the_plan_is_one_error_that_names_both(

@@ -227,7 +227,7 @@ def test_a_switch_that_is_neither_true_nor_false_is_named(value):
 
 @pytest.mark.parametrize("value", [{1, 2}, float("nan"), float("inf"), object()])
 def test_a_value_that_json_cannot_hold_is_an_error(value):
-    with pytest.raises(InvalidModelError, match=r"^config: found .*\n.*values that JSON can hold"):
+    with pytest.raises(InvalidModelError, match=r"^config: found .*\n.*values that JSON supports"):
         chain_from_config(changed(extra=value), name="tiny")
 
 

@@ -51,8 +51,8 @@ def check_task(plan: Plan) -> None:
         raise UserError(
             field="plan",
             found=f"a plan for {task}",
-            expected=f"one for {', '.join(_READ)}, whose batches data collators make",
-            hint="train in your own loop (steelyard.parallelize), or by steelyard train",
+            expected=f"a plan for {', '.join(_READ)}, whose batches come from data collators",
+            hint="train in your own loop (steelyard.parallelize) or with steelyard train",
         )
 
 
@@ -61,12 +61,12 @@ def planned_batch(given: Mapping[str, Any], plan: Plan) -> PlannedBatch:
     task = plan.chain().family.task
     name = _READ[task]
     if name not in given or given.get("labels") is None:
-        raise _cannot(f"a batch of {', '.join(given)}", f"{name} and labels, as data collators make them")
+        raise _cannot(f"a batch of {', '.join(given)}", f"{name} and labels, as from data collators")
     unknown = sorted(key for key in given if key not in (*_KNOWN, name) and given[key] is not None)
     if unknown:
         raise _cannot(
             f"a batch with {', '.join(unknown)}",
-            f"{name}, labels and a mask of padding alone",
+            f"only {name}, labels and a padding mask",
             "pack without padding_free (TRL: packing_strategy='wrapped')" if "cu_seq_lens_q" in unknown else "",
         )
     inputs, labels = given[name], given["labels"]
@@ -86,7 +86,7 @@ def planned_batch(given: Mapping[str, Any], plan: Plan) -> PlannedBatch:
         labels = functional.pad(labels, (0, plan.seq_len - labels.shape[1]), value=IGNORED)
     count = len(inputs)
     if count > plan.global_batch:
-        raise _cannot(f"{count} samples", f"at most the {plan.global_batch} of the plan's global batch")
+        raise _cannot(f"{count} samples", f"at most {plan.global_batch}, the plan's global batch")
     return PlannedBatch(
         samples=Samples(inputs=_filled(inputs, plan, 0), labels=_filled(labels, plan, IGNORED)),
         num_targets=max(1, int((labels != IGNORED).sum())),
@@ -98,21 +98,23 @@ def _check_places(given: Mapping[str, Any], tokens: Tensor, *, is_causal: bool) 
     """Refuse padding before tokens, several documents in a sample, and any padding unless attention is causal."""
     mask = given.get("attention_mask")
     if mask is not None and mask.ndim > 2:
-        raise _cannot("attention masks of the batch's own", "a mask of padding")
+        raise _cannot("an attention mask with more than two dims", "a padding mask")
     if mask is not None:
         is_token = mask.bool()
         if (is_token[:, 1:] & ~is_token[:, :-1]).any() or not (is_causal or is_token.all()):
             raise _cannot(
                 "padding before tokens" if is_causal else "samples with padding",
-                "padding behind the tokens" if is_causal else "samples of one length: attention sees all places",
-                "set padding_side='right' of the tokenizer" if is_causal else "pack samples to the plan's length",
+                "padding after the tokens"
+                if is_causal
+                else "samples of one length, because attention reads every position",
+                "set the tokenizer's padding_side='right'" if is_causal else "pack samples to the plan's length",
             )
     places = given.get("position_ids")
     if places is not None and (places != torch.arange(tokens.shape[1])).any():
-        raise _cannot("position_ids that begin anew within a sample", "one sequence in each sample")
+        raise _cannot("position_ids that restart within a sample", "one sequence per sample")
     types = given.get("token_type_ids")
     if types is not None and types.any():
-        raise _cannot("token_type_ids other than 0", "one segment in each sample")
+        raise _cannot("token_type_ids other than 0", "one segment per sample")
 
 
 def _filled(tensor: Tensor, plan: Plan, value: int) -> Tensor:

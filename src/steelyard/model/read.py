@@ -296,7 +296,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
         raise InvalidModelError(
             field="config",
             found=str(error),
-            expected="values that JSON can hold",
+            expected="values that JSON supports",
             hint="give the content of config.json",
         ) from error
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

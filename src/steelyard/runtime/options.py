@@ -148,7 +148,7 @@ class TrainOptions:
             raise UserError(
                 field="--min-lr",
                 found=f"{self.min_lr:g}, with --lr {self.lr:g} and --schedule {self.schedule}",
-                expected="a rate that a falling schedule reaches",
+                expected="a schedule that decreases the learning rate",
                 hint="leave --min-lr out, or choose another --schedule" if self.schedule == CONSTANT else "lower it",
             )
         if not all(0 <= beta < 1 for beta in self.beta_pair):
@@ -157,7 +157,7 @@ class TrainOptions:
             raise UserError(
                 field="--sft",
                 found="--max-data-bytes" if self.dataset else "no --dataset",
-                expected="rows of a prompt and a completion, or of messages, whole",
+                expected="whole rows with a prompt and a completion, or with messages",
                 hint="take a part as --dataset NAME@train[:1000]" if self.dataset else "add --dataset NAME",
             )
 
@@ -187,7 +187,7 @@ class TrainOptions:
                 field="--data",
                 found="neither" if data is None else f"{data}, and --dataset {' '.join(self.dataset)}",
                 expected="one of --data and --dataset",
-                hint="give text, token ids or images as --data, rows and mixtures of them as --dataset",
+                hint="pass text, token ids or images as --data, and rows and mixtures as --dataset",
             )
         return Path(data) if data is not None else Rows.parse(self.dataset)
 

@@ -98,7 +98,7 @@ def _answer(
     ranks = [rank for host in order for rank in of_hosts[host]]
     if found.notice:
         spare = [str(rank) for rank in range(len(hosts)) if rank not in ranks]
-        idle = f"; spare, until more come back: process {', '.join(spare)} of {len(hosts)}" if spare else ""
+        idle = f"; idle until more come back: process {', '.join(spare)} of {len(hosts)}" if spare else ""
         say(f"elastic: {found.notice}{idle}\n")
     return {"mistake": None, "plan": json.loads(dump_json(plan)), "ranks": ranks, "taken": taken}
 

@@ -53,7 +53,7 @@ def open_completions(rows: Rows, tokenizer_folder: Path | None, *, seq_len: int)
     taught = np.flatnonzero(np.asarray(mixed.with_format("numpy")[NUM_TARGETS][:]))
     if not len(taught):
         raise InvalidDataError(
-            found=f"no target in the first {seq_len} tokens of any of {len(mixed)} rows of {rows}",
+            found=f"no target in the first {seq_len} tokens of any row of {rows} ({len(mixed)} rows)",
             expected="answers within the plan's sequence length",
             hint="plan for a longer --seq-len, or shorten prompts",
         )
@@ -69,7 +69,7 @@ def _open_tokenizer(folder: Path | None) -> tuple[Any, str]:
             field="--tokenizer",
             found="none",
             expected="the folder of the model's tokenizer, with its end token and chat template",
-            hint="add --tokenizer FOLDER; the one in the folder of --init is taken by itself",
+            hint="add --tokenizer FOLDER, or --init with a folder that contains one",
         )
     folder = folder.parent if folder.is_file() else folder
     try:
@@ -85,8 +85,8 @@ def _open_tokenizer(folder: Path | None) -> tuple[Any, str]:
         raise InvalidDataError(
             field="tokenizer",
             found=f"no end token in {folder}",
-            expected="eos_token, by which the model learns to stop",
-            hint="name it in tokenizer_config.json",
+            expected="eos_token, from which the model learns to stop",
+            hint="set it in tokenizer_config.json",
         )
     parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token, tokenizer.chat_template]
     return tokenizer, hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -96,14 +96,14 @@ def _tokenized(source: Source, tokenizer: Any, identity: str, seq_len: int) -> "
     rows = source.load()
     key = [_VERSION, identity, seq_len, source.split, stored_files(rows)]
     wanted = [MESSAGES] if MESSAGES in rows.column_names else [PROMPT, COMPLETION]
-    check_columns(source, rows, wanted, f"or {MESSAGES}, since --sft trains on what answers")
+    check_columns(source, rows, wanted, f"or {MESSAGES}, because --sft trains on answers")
     is_text = PROMPT in wanted and isinstance(rows[0][PROMPT], str)
     if not is_text and tokenizer.chat_template is None:
         raise InvalidDataError(
-            found=f"messages in {source.name}, and a tokenizer without a chat template",
-            expected="a template that writes messages as text",
-            hint="put the model's chat_template.jinja into the folder of --tokenizer, or give prompts and completions "
-            "as text",
+            found=f"messages in {source.name}, but a tokenizer without a chat template",
+            expected="a chat template, which formats messages as text",
+            hint="put the model's chat_template.jinja into the folder of --tokenizer, or provide prompts and "
+            "completions as text",
         )
     turns: Callable[[Any, Any], _Turns] = _written if is_text else _conversed
 
@@ -144,7 +144,7 @@ def _written(tokenizer: Any, row: Sequence[Any]) -> _Turns:
 def _conversed(tokenizer: Any, row: Sequence[Any]) -> _Turns:
     given, *answer = row
     if not all(isinstance(each, list) and all(isinstance(turn, dict) for turn in each) for each in row):
-        raise _RowError("no list of messages")
+        raise _RowError("a value that is not a list of messages")
     messages, first = (given + answer[0], len(given)) if answer else (given, 0)
 
     def render(count: int, *, prompts: bool = False) -> list[int]:
@@ -169,20 +169,20 @@ def _conversed(tokenizer: Any, row: Sequence[Any]) -> _Turns:
                 before, after = render(place, prompts=True), render(place + 1)
                 if tokens[: len(after)] != after or after[: len(before)] != before:
                     raise _RowError(
-                        "turns that the chat template writes anew as the conversation goes on, without marking "
-                        "those of assistants ({% generation %})"
+                        "turns that the chat template formats differently in longer conversations, without "
+                        "marking assistant turns ({% generation %})"
                     )
                 is_target[len(before) : len(after)] = [True] * (len(after) - len(before))
     except _RowError:
         raise
     except Exception as error:  # a template can raise anything
-        raise _RowError(f"what the chat template refuses: {str(error).splitlines()[0]}") from error
+        raise _RowError(f"a row that the chat template rejects: {str(error).splitlines()[0]}") from error
     return tokens, is_target
 
 
 def _no_row(source: Source, number: int, found: str) -> InvalidDataError:
     return InvalidDataError(
         found=f"{found}, in row {number + 1} of {source.name}@{source.split}",
-        expected=f"{PROMPT} and {COMPLETION} as text or as messages, or {MESSAGES}, which the chat template writes",
-        hint="correct the row, or leave it out",
+        expected=f"{PROMPT} and {COMPLETION} as text or as messages, or {MESSAGES}",
+        hint="correct or remove the row",
     )
