@@ -65,7 +65,7 @@ def test_a_plan_says_it_and_what_lies_on_the_host(tmp_path: Path) -> None:
     assert plan.prediction is not None
     assert link_lines(plan, plan.prediction)[-1].endswith("24.8 GB/s on a100-40gb")
     assert (
-        "of tensors in the host memory of a node, of which the cluster does not say how much there is: not checked"
+        "of tensors in the host memory of a node; not checked, because the cluster does not define its size"
         in headline(plan)
     )
 
@@ -315,7 +315,7 @@ def test_more_than_the_host_has_is_refused_and_not_advised(tmp_path: Path, monke
     ("memory_bytes", "words"),
     [
         (20, "of 20 B"),
-        (19, "of 19 B; pinned, each may take up to twice its size"),
+        (19, "of 19 B; pinned tensors may take up to twice their size"),
         (9, "more than its 9 B"),
         (None, "not checked"),
     ],

@@ -66,7 +66,7 @@ def test_a_simple_plan_that_the_search_of_mixes_missed_is_as_fast() -> None:
     assert simple.fastest is not None
     missed = simple.fastest.model_copy(update={"step_time_s": simple.step_time_s * 1.001})
     told = simplicity_line(3, 1, simple.model_copy(update={"fastest": missed}))
-    assert told == "3 groups of layers: as fast as the fastest plan, of 4 groups (take it with --simplify 0)"
+    assert told == "3 groups of layers: as fast as the fastest plan, of 4 groups (choose it with --simplify 0)"
     assert simplicity_line(3, 1, simple.model_copy(update={"fastest": None})) == ""
 
 

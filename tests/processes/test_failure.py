@@ -56,9 +56,7 @@ def test_a_killed_rank_comes_before_those_that_lost_it() -> None:
 def test_what_a_silent_rank_wrote_last_is_shown() -> None:
     found = first_failure([], {1: End(exit_code=1, last_words="No module named 'x'"), 0: End(exit_code=-15)})
     assert found is not None
-    assert describe(found) == (
-        "rank 1 ended with exit code 1 and no message; its last output:\nNo module named 'x'"
-    )
+    assert describe(found) == ("rank 1 ended with exit code 1 and no message; its last output:\nNo module named 'x'")
 
 
 def test_a_rank_that_was_ended_after_a_failure_is_not_the_first() -> None:

@@ -154,7 +154,7 @@ def test_a_stop_signal_saves_the_step_that_runs_and_says_how_to_go_on(
     saved = trainings["SIGTERM"].checkpoints / f"step-{stopped.last_step():08d}"
     assert stopped.process.returncode == ENDS[name]
     assert stopped.said.splitlines() == [
-        f"{name}: saving a checkpoint after this step, within 600 s (--timeout-s); a second signal ends the run at once",
+        f"{name}: saving a checkpoint after this step, within 600 s (--timeout-s); a second signal ends it at once",
         f"stopped by {name} after step {stopped.last_step()} of 1000000; saved in {saved}",
         "  to continue: run the same command again",
     ]
