@@ -62,7 +62,7 @@ class StopRequest:
         name = signal.Signals(number).name
         sys.stderr.write(
             f"{name}: saving a checkpoint after this step, within {self._within_s:g} s (--timeout-s); a "
-            "second signal ends the run at once\n"
+            "second signal ends it at once\n"
         )
 
     def check(self) -> None:
