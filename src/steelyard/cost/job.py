@@ -76,8 +76,6 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Known:
-    """Cached costs of a job."""
-
     layers: dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None] = field(default_factory=dict)
     made: dict[Hashable, object] = field(default_factory=dict)
     collectives: dict[tuple[Collective, Group], Callable[[float], float]] = field(default_factory=dict)

@@ -111,7 +111,6 @@ _OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _peft(train: Train) -> dict[str, Any]:
-    """Return the section of the YAML on adapters."""
     is_all = train.targets == (ALL_LINEAR,)
     places = {"exclude_modules": ["lm_head"]} if is_all else {"target_modules": [f"*.{each}" for each in train.targets]}
     return {

@@ -44,7 +44,6 @@ _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embeddi
 
 
 def _levers(levers: Levers) -> dict[str, Any]:
-    """Return the entries of the YAML on levers."""
     train, base = levers.value(Train), levers.value(QuantizedBase)
     found = peft.training_arguments(levers)
     content: dict[str, Any] = {"optimizer": found["optim"]} if found else {}

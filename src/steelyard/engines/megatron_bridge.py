@@ -74,7 +74,6 @@ def _refuse_part(train: Train) -> str | None:
 
 
 def _adapters(train: Train) -> list[str]:
-    """Return the lines of the recipe that make adapters."""
     if train.is_default:
         return []
     return [

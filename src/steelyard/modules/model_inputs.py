@@ -289,7 +289,8 @@ def given_samples(read: Read, samples: Tensor | None) -> dict[str, Tensor]:
 
 
 def beside_features(model: nn.Module, read: Read, ids: Tensor | None) -> dict[str, Tensor]:
-    """Return the arguments besides patches: the grid of each image, and which token ids [B, S] are its places."""
+    """Return the arguments in addition to patches: the grid of each image, and the token ids [B, S] that are its
+    places."""
     if not isinstance(read, SplitFeatures) or read.grid is None:
         return {}
     assert ids is not None

@@ -59,5 +59,5 @@ def not_split(config: PreTrainedConfig, found: str) -> InvalidModelError:
 
 
 def refused(place: str, found: str, expected: str = "a chain of blocks", hint: str = HINT) -> InvalidModelError:
-    """Build the error for a module that cannot be split: the path of a module, and what was found there."""
+    """Build the error for a module that cannot be split, with the path of a module and the finding there."""
     return InvalidModelError(field=place or "forward", found=found, expected=expected, hint=hint)

@@ -189,8 +189,6 @@ class Arguments:
 
 
 class _Embedding:
-    """Embedding: from samples to its outgoing activations."""
-
     def __init__(self, own: OwnSplit) -> None:
         self._own = own
 

@@ -332,7 +332,6 @@ class BlockPiece:
         return (found, *leaving) if leaving else found
 
     def _arguments(self, side: BlockArguments, hidden: Tensor, beside: Sequence[Tensor]) -> BlockArguments:
-        """Return all arguments of the block."""
         repeated = pytree.tree_map_only((PerSample, EndsPerSample), lambda each: each.of(hidden.shape[0]), side)
         arguments = self._call.with_number(self._call.with_hidden(repeated, hidden), self._place)
         if self._encoder:

@@ -71,7 +71,7 @@ class RouterLoss:
     def beside(self, layer: nn.Module, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return the results of ``run``, which computes with the layer, followed by the statistics of its tokens.
 
-        Tensor-parallel ranks that route the same tokens each count a share of them, as they do of their gradients.
+        Tensor-parallel ranks that route the same tokens each count a share of them, as of their gradients.
         """
         with self._recorded(layer) as logits:
             outputs = run()

@@ -167,7 +167,7 @@ def _calls(seen: Recording, path: str) -> list[int]:
 
 
 def _at_rest(seen: Recording, path: str) -> str:
-    """Return the path of a module; if it is not called, of its outermost holder of which nothing is called."""
+    """Return the path of a module, or if it is not called, of its outermost holder without called modules."""
     while path not in seen.called and not any(is_below(called, path.rpartition(".")[0]) for called in seen.called):
         path = path.rpartition(".")[0]
     return path
@@ -411,7 +411,6 @@ def _typed_buffers(
 
 
 def _image(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Channels, height and width of the model's input."""
     of_images = getattr(config, "vision_config", config)
     size = getattr(of_images, "image_size", None) or _IMAGE[1:]
     height, width = (size, size) if isinstance(size, int) else size

@@ -477,7 +477,6 @@ def parse_strategy(text: str) -> Strategy:
 
 
 def _parse_flag(flag: str) -> tuple[str, Value]:
-    """Return key and value of the mode with this text."""
     known = {text: (key, value) for key, (_, each) in modes().items() for value, text in each.texts.items() if text}
     if flag not in known:
         texts = [next(text for text in each.texts.values() if text) for _, each in modes().values()]

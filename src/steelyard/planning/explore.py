@@ -321,7 +321,6 @@ def _place_in(plans: list[Plan], plan: Plan) -> int:
 
 
 def _axes(ways: Sequence[_Way], grid: _Grid, request: PlanRequest) -> tuple[Axis, Axis, Axis, Axis]:
-    """Return the axes in words and as options."""
     unit, option = ("samples", "--global-batch") if grid.is_batch else ("tokens", "--seq-len")
     memory = [
         f"--memory {each / GIB:.1f}GiB" if each % (GIB // 2) == 0 else f"--memory {each}B" for each in grid.budgets

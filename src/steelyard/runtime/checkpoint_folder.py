@@ -375,7 +375,6 @@ def _not_writable(folder: Path, error: OSError) -> InvalidCheckpointError:
 
 
 def _fault(path: Path, known: Mapping[Path, str] | None) -> str | None:
-    """Return the fault of a checkpoint, or None."""
     try:
         _check(path, known)
     except InvalidCheckpointError as error:

@@ -125,7 +125,7 @@ class Persistence:
             )
 
     def _lock_folder(self) -> None:
-        """Lock the folder of checkpoints until this process ends, in whatever way."""
+        """Lock the folder of checkpoints until this process ends, even by a signal."""
         if self._options.checkpoint_dir is not None:
             self._lock = lock_folder(self._options.checkpoint_dir)
 

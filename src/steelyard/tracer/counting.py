@@ -185,7 +185,6 @@ def live_bytes(log: list[tuple[int, int]], *, without: set[int]) -> list[int]:
 
 
 def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCounts:
-    """Return the counts that an operation adds."""
     if func.namespace == "_c10d_functional":
         return _effect_of_collective(func, args, out)
     packet = func._overloadpacket

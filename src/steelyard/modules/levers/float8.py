@@ -17,9 +17,9 @@ _ALIGNED = 16
 
 
 def change_model(lever: Float8, model: PreTrainedModel, chain: ModelChain) -> None:
-    """Converts linear layers of blocks that are no routers, in place; twice does no harm.
+    """Convert linear layers of blocks except routers, in place; idempotent.
 
-    Raises `InvalidModelError` where no layer has dims that can be.
+    Raises `InvalidModelError` if no layer has suitable dims.
     """
     with quietly_imported():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

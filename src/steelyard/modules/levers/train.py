@@ -112,7 +112,7 @@ def lever_of(config: Any) -> Train:
 
 
 def changed_by_user(model: nn.Module) -> tuple[PreTrainedModel, Train] | None:
-    """The model in a `peft.PeftModel`, and what its adapters are; None for a module that peft has not changed.
+    """Return the model in a `peft.PeftModel` and its adapters; None for a module that peft has not changed.
 
     Raises `UserError` for adapters that the runtime cannot train.
     """
@@ -274,7 +274,6 @@ def base_of(module: nn.Module) -> Any:
 
 
 def _innermost(module: nn.Module) -> nn.Module:
-    """Return the innermost of nested peft wrappers."""
     inner = module.get_submodule(_base_name(module))
     return _innermost(inner) if _base_name(inner) else module
 

@@ -129,7 +129,7 @@ def _tokenized(source: Source, tokenizer: Any, identity: str, seq_len: int) -> "
 
 
 class _RowError(ValueError):
-    """An invalid row."""
+    """A row without a valid prompt and answer."""
 
 
 def _written(tokenizer: Any, row: Sequence[Any]) -> _Turns:

@@ -295,7 +295,6 @@ def _key(data: Path | Rows, options: TextOptions, tokenizer: ByteTokenizer) -> s
 
 
 def _write(target: Path, path: Path | Rows, options: TextOptions, tokenizer: ByteTokenizer) -> None:
-    """Write the token file atomically."""
     texts = _limited(documents(path, text_key=options.text_key), options.max_bytes)
     scratch = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     dtype = smallest_type(tokenizer.vocab_size).removeprefix(".")
