@@ -372,6 +372,12 @@ def test_pins_that_nothing_meets_are_an_error_that_names_them(
     assert reason in f"{error.expected}; {error.hint}"
 
 
+def test_a_short_option_that_nothing_meets_is_named_as_it_was_written(run: Run) -> None:
+    error = user_error(run("plan", *SMALL, "--tp", 3))
+    assert error.found == "'tp=3' (--tp 3)"
+    assert "tp 3 does not divide the" in error.expected
+
+
 @pytest.mark.parametrize("beside", [("--global-batch", "max"), ("--objective", "devices"), ("--profile", "p.json")])
 def test_the_longest_sequences_are_found_with_nothing_else_free(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: tuple[str, str]
