@@ -89,7 +89,7 @@ def test_a_plan_that_does_not_fit_exits_1_and_names_the_rank_and_the_missing_byt
 
 
 def backend_of(run: Run, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Backend:
-    """What a check lets its ranks communicate with; they are not run."""
+    """Return the backend that a check gives its ranks, which are not run."""
     seen: list[Backend] = []
 
     def noted(_plan: Plan, ranks: list[int], *, backend: Backend, **_options: object) -> list[RankMemory]:

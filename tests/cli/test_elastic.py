@@ -78,7 +78,7 @@ def test_hosts_that_do_not_go_together_are_one_error(
 
 
 def record(plan: Plan, folder: Path, *, slow: int | None = None, **changes: Any) -> Path:
-    """Of a run in which every rank computed for twice as long as predicted, the slow one for four times."""
+    """Write the record of a run in which ranks compute twice as long as predicted, the slow one four times as long."""
     predicted = (1.0,) * plan.num_stages
     content = RunRecord(
         model_name=plan.model.name,

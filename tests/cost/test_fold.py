@@ -141,7 +141,7 @@ def test_a_folded_solution_becomes_a_legal_plan_that_takes_no_more_memory_than_t
 
 @pytest.mark.parametrize(("schedule", "rel"), [("interleaved-1f1b", 0.15), ("interleaved-zero-bubble", 0.2)])
 def test_the_step_of_the_tables_is_near_the_simulated_one(schedule, rel):
-    """Under weight passes the bubble of the tables is that of the strategy under which it is smallest."""
+    """Tables of schedules with weight passes use the smallest bubble of any strategy."""
     for of, found in interleaved_outcomes(schedule):
         plan = bare_plan(of, found.best.tables, found.best.solution)
         assert predict(plan, of).timeline.step_time_s == pytest.approx(found.best.solution.step_s, rel=rel)

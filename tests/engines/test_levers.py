@@ -188,8 +188,10 @@ def lora_of(targets: str) -> Any:
 
 
 def saved_bytes(config: Any, adapters: str, *, of_rank: bool = True) -> int:
-    """Bytes that a block of peft's saves in a forward pass of two samples of 32 tokens, weights left out; ``adapters``
-    as `Execution` has it. What is as narrow as their rank counts where ``of_rank``."""
+    """Return the bytes that a block of peft saves in a forward pass of two samples of 32 tokens, without weights.
+
+    ``adapters`` is that of `Execution`. With ``of_rank``, tensors of the adapters' rank count.
+    """
     model = adapted(config, autocast_adapter_dtype=adapters != "computed").train()
     parts: Any = model.base_model.model.model
     hidden = torch.randn(2, 32, 64, dtype=torch.bfloat16, requires_grad=True)

@@ -104,7 +104,7 @@ def test_a_faster_link_never_slows_a_plan_down() -> None:
 
 
 def test_moments_are_on_the_host_and_not_on_the_device() -> None:
-    """Of llama3.2-1b, whose 1.5 billion parameters with those of the head have moments of 8 bytes."""
+    """The 1.5 billion parameters of llama3.2-1b, head included, have moments of 8 bytes."""
     options: dict[str, Any] = {"global_batch": 1, "seq_len": 64}
     plain, offloaded = (find_plan("llama3.2-1b", "1x1xa100-80gb", **options, levers=levers) for levers in ({}, OFFLOAD))
     assert plain.prediction is not None
@@ -150,7 +150,7 @@ SAMPLE = HELD[::3]
 def test_predicted_bytes_are_at_least_those_found_and_little_more(
     word: str, precision: str, stages: tuple[str, ...], num_microbatches: int
 ) -> None:
-    """On the device and on the host, of sequences that are long enough for activations to count."""
+    """Bytes on the device and on the host, for sequences that are long enough for activations to count."""
     options: dict[str, Any] = {"precision": precision, "global_batch": 16, "num_devices": 2, "seq_len": 512}
     plan = make_plan(LONG, *stages, num_microbatches=num_microbatches, **options, levers={"offload": word})
     job = replace(traced_job(plan, "adamw"), levers=plan.chosen_levers)
@@ -207,7 +207,7 @@ def test_advice_offers_it_and_a_search_never_takes_it_by_itself() -> None:
 
 
 def test_the_search_takes_it_where_nothing_fits_without_and_says_why() -> None:
-    """Of 7 billion parameters on a card of 24 GB, whose plan is the one of the value that was asked for."""
+    """A 7B on a card of 24 GB gets the plan of the explicit value."""
     options: dict[str, Any] = {"global_batch": 1, "seq_len": 512}
     result = complete(make_request("llama2-7b", "1x1xrtx-4090", **options, levers={"offload": "auto"}))
     assert result.plan == find_plan("llama2-7b", "1x1xrtx-4090", **options, levers={"offload": "parameters"})
@@ -227,7 +227,7 @@ def test_the_search_leaves_it_out_where_it_gains_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("memory", "taken"), [("1200MiB", "parameters+activations"), ("1300MiB", "activations")])
 def test_no_value_is_faster_than_the_one_that_the_search_takes(memory: str, taken: str) -> None:
-    """Over a link so fast that some gain where more must be computed again without."""
+    """The link is so fast that offload gains if recomputation is the alternative."""
     cluster = parse_cluster("1x2xa100-40gb")
     fast = cluster.on(device=replace(cluster.device, host_bytes_per_s=4e12))
     options: dict[str, Any] = {**OPTIONS, "seq_len": 1024, "memory": memory, "levers": {"offload": "auto"}}

@@ -266,7 +266,7 @@ TEXTS = {
 
 
 SAMPLE = [name for name in CASES if name.endswith(", bf16") or name.endswith("stages") or name == "tensors"]
-"""Each text in bf16, beside dp and fsdp; without casts where a stage or a matrix is divided."""
+"""Adapters in bf16 with dp and fsdp; without casts if a stage or a matrix is divided."""
 
 
 @pytest.mark.slow

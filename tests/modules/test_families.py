@@ -51,7 +51,7 @@ def test_the_layers_hold_every_parameter_once_and_shared_ones_once_more_for_each
 
 @pytest.mark.parametrize("name", sampled([name for name in FAMILY_CONFIGS if name != "swin"], FAMILIES))
 def test_the_declared_layer_types_are_those_of_the_structure(name):
-    """Which blocks of Swin shift their windows a forward pass decides."""
+    """A forward pass decides which blocks of Swin shift their windows."""
     chain = chain_of(name)
     model = build_meta_model(chain)
     prepare_model(model, chain)

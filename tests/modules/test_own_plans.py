@@ -29,7 +29,7 @@ READ = {"colwise": "columns", "rowwise": "rows"}
 READ |= dict.fromkeys(GATHERED, "columns_gathered") | dict.fromkeys(OF_WHOLE, "rows_of_whole")
 READ |= dict.fromkeys(WHOLE, "whole")
 OF_EXPERTS = {"moe_tp_experts", "moe_identity_expert", "packed_colwise", "packed_rowwise", "all_reduce"}
-"""Styles that plans have for experts and what is in them, where nothing is left to a plan."""
+"""Styles of tp plans for experts and their parts, which steelyard derives from structure."""
 LOCAL = "local_params"
 """The style of a module that reads parameters of its own, which regions divide with the heads."""
 UNREAD = OF_EXPERTS | {"embedding_rowwise", "embedding_colwise", "sequence_parallel"}

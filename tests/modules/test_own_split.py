@@ -163,7 +163,7 @@ def test_what_does_not_split_is_named(module: Callable[[], nn.Module], words: tu
 
 
 class Gated(Stack):
-    """What follows the blocks reads what is made of parameters before them, without gradient."""
+    """Module whose part after the blocks reads a tensor made from parameters before them, without a gradient."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.stem(x)

@@ -48,7 +48,7 @@ _found: dict[str, ModelSplit] = {}
 
 @pytest.fixture(autouse=True)
 def _nothing_is_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what a packaged model's structure has is proved here, too."""
+    """Prove the small models of packaged structures here as well."""
     monkeypatch.setattr(kept_splits, "packaged_split", lambda _config_hash: None)
 
 
@@ -286,7 +286,7 @@ def test_what_a_config_says_is_not_there_stays_away_at_small_width() -> None:
 
 
 def test_attention_is_divided_where_experts_cannot_be() -> None:
-    """Its experts all take every token, so that none is one rank's own."""
+    """All experts of llama4 read every token, so no expert belongs to one rank."""
     small = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     small |= {"intermediate_size": 32, "intermediate_size_mlp": 32, "head_dim": 16, "vocab_size": 128}
     small |= {"num_local_experts": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

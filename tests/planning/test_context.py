@@ -61,7 +61,7 @@ def test_a_pin_gets_it_for_short_sequences(text: str) -> None:
 
 @pytest.mark.slow
 def test_one_long_sequence_is_divided_over_all_devices() -> None:
-    """Samples that are too few for the devices leave tokens and matrices; its heads are too few for four."""
+    """With fewer samples than devices only tokens and matrices can be divided; the model has too few heads for four."""
     plan = find_plan(
         LLAMA | {"hidden_size": 512, "head_dim": 128, "intermediate_size": 2048},
         "1x4xh100-80gb",

@@ -32,12 +32,12 @@ OPTIONS = Decisions(max_degrees={"tp": 2}, modes={"zero": (3,), "sp": (False,)})
 
 
 def narrower(**more):
-    """What `OPTIONS` decide, and more."""
+    """Return the decisions of `OPTIONS` with more restrictions."""
     return OPTIONS.with_also(Decisions(**more))
 
 
 GPT2 = {"model_type": "gpt2", "n_embd": 256, "n_head": 4, "n_positions": 1024, "vocab_size": 5_000}
-"""With tied matrices, whose exchange depends on the number of stages."""
+"""Model with tied matrices, whose exchange depends on the number of stages."""
 
 
 def pooled(cluster, *, batch=8, memory=None, model="tinyllama-1.1b", **more):
@@ -265,7 +265,7 @@ def test_a_group_alone_that_may_have_other_stages_than_decided_says_so():
 
 @pytest.mark.slow
 def test_a_group_alone_costs_among_all_groups_what_it_costs_by_itself():
-    """Copies of a tied matrix that are divided alike exchange less, which tables over two groups cannot say."""
+    """Identically divided copies of a tied matrix exchange less, which tables over two groups cannot express."""
     job = pooled("1x2xh100-80gb+1x4xa100-40gb", model={**GPT2, "n_layer": 10})
     options = narrower(num_microbatches=8)
     space = GroupSpace(job, options)
@@ -363,7 +363,7 @@ ASKED = {"global_batch": 8, "seq_len": SEQ_LEN, "precision": "fp32"}
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
-    """Two pools of processes, and the files of a profile of each by name: the slow one takes three times as long."""
+    """Two device groups of processes, and the profile of each by name; the slow one takes three times as long."""
     folder, quick = tmp_path_factory.mktemp("profiles"), measured_profile(MODEL, num_devices=2)
     slow = quick.model_copy(update={"layers": tuple(three_times(layer) for layer in quick.layers)})
     paths = {"quick": folder / "quick.json", "slow": folder / "slow.json"}

@@ -110,8 +110,7 @@ class Training:
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Training]]:
-    """Two trainings by the signal that ended them when both had trained, one beside the other, and one into a folder
-    that was in use."""
+    """Trainings by the signal that ended them: two at the same time, and one into a folder that was in use."""
     folder = tmp_path_factory.mktemp("trainings")
     found: dict[str, Training] = {}
 

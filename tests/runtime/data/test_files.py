@@ -1,4 +1,4 @@
-"""Tests of token files: what is read from them, and refusals."""
+"""Tests of token files: tokens read, and refusals."""
 
 from pathlib import Path
 
