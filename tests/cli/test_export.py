@@ -169,7 +169,7 @@ def test_an_unknown_cluster_is_named_by_what_needs_it(run: Run, folder: Path, tm
     plan = json.loads((folder / "uniform.json").read_text()) | {"cluster": "basement"}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     error = user_error(run("export", tmp_path / "plan.json", "--to", "slurm"))
-    assert "'basement', which is not known here" in error.found
+    assert "'basement', which is unknown here" in error.found
     assert run("export", tmp_path / "plan.json", "--to", "slurm", "--cluster", "1x8xh100-80gb").exit_code == 0
 
 

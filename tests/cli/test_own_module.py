@@ -70,7 +70,7 @@ def test_check_fits_with_the_builder_within_what_was_predicted(run: Run, plan_fi
 @pytest.mark.parametrize("command", [("check",), ("train", "--data", "synthetic")])
 def test_a_plan_file_alone_runs_no_code(run: Run, plan_file: Path, command: tuple[str, ...]) -> None:
     error = text_of(run(command[0], plan_file, *command[1:]))
-    assert "--builder: found nothing, and a plan for diffusion.DiffusionTransformer" in error
+    assert "--builder: found nothing, but the plan is for diffusion.DiffusionTransformer" in error
     assert "code in a plan file is never executed" in error
 
 

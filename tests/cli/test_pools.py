@@ -113,7 +113,7 @@ def test_exports_refuse_such_a_plan_with_the_reason(run: Run, path: Path, target
 @pytest.mark.parametrize("target", ["torchrun", "slurm", "kubeflow"])
 def test_launch_files_say_how_such_a_plan_is_started(run: Run, path: Path, target: str) -> None:
     error = user_error(run("export", path, "--to", target, "--image", "an-image"))
-    assert (error.field, f"{target} for a plan over 2 pools" in error.found) == ("--to", True)
+    assert (error.field, f"{target} for a plan over 2 device groups" in error.found) == ("--to", True)
     assert "--elastic --hosts 2:2 --rendezvous FIRST_HOST:29500 --pool NAME" in error.hint
     assert all(name in error.hint for name in POOLS.split("+"))
 
@@ -131,7 +131,7 @@ def test_launch_files_say_how_such_a_plan_is_started(run: Run, path: Path, targe
 def test_what_does_not_go_with_pools_is_refused(run: Run, option: tuple[str, str]) -> None:
     error = user_error(run("plan", "tinyllama-1.1b", "--cluster", POOLS, *ASKED, *option))
     assert error.field == option[0]
-    assert "with several pools of devices" in error.found
+    assert "with several device groups" in error.found
 
 
 def test_a_free_batch_or_length_is_refused_with_pools(run: Run) -> None:
@@ -160,7 +160,7 @@ def test_a_profile_that_names_no_pool_is_refused(run: Run, path: Path, command: 
     asked = {"plan": ("tinyllama-1.1b", "--cluster", POOLS, *ASKED), "explain": (path,)}[command]
     error = user_error(run(command, *asked, "--profile", "measured.json"))
     assert error.field == "--profile"
-    assert "POOL=FILE" in error.expected
+    assert "NAME=FILE" in error.expected
 
 
 @pytest.mark.slow

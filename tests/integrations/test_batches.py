@@ -51,7 +51,10 @@ def test_labels_that_are_shifted_already_stay() -> None:
         ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, "packing_strategy='wrapped'"),
         ({"pixel_values": torch.zeros(2, 3)}, "a batch with pixel_values"),
         ({"input_ids": torch.ones(2, 9).long()}, "at most the 8 tokens"),
-        ({"input_ids": torch.ones(5, 6).long(), "labels": torch.ones(5, 6).long()}, "at most the 4"),
+        (
+            {"input_ids": torch.ones(5, 6).long(), "labels": torch.ones(5, 6).long()},
+            "at most 4, the plan's global batch",
+        ),
     ],
 )
 def test_what_the_plan_cannot_train_on_is_refused(given: dict[str, Any], words: str) -> None:

@@ -136,7 +136,7 @@ def test_a_share_out_of_range_is_refused() -> None:
 def test_no_other_share_is_asked_for_over_several_pools() -> None:
     asked = {"global_batch": 64, "seq_len": 4096}
     assert make_request("llama3-8b", "1x8xa100-80gb+1x8xh100-80gb", **asked).simplify_share == 0
-    with pytest.raises(UserError, match="several pools"):
+    with pytest.raises(UserError, match="several device groups"):
         make_request("llama3-8b", "1x8xa100-80gb+1x8xh100-80gb", simplify=0.02, **asked)
 
 
