@@ -163,8 +163,7 @@ DEEPSPEED = Engine(
             summary="ds_config.json: ZeRO stage, AutoTP, AutoEP, batch sizes, activation checkpointing",
             write=_write,
             weights="from_pretrained reads the Hugging Face format; zero_to_fp32.py in a checkpoint's folder writes "
-            "fp32 weights; with sharded experts, deepspeed/checkpoint/ds_to_universal.py writes a universal "
-            "checkpoint",
+            "fp32 weights; with sharded experts, deepspeed/checkpoint/ds_to_universal.py writes a universal checkpoint",
             routers=ROUTERS_BY_RANK,
         ),
     ),

@@ -311,10 +311,9 @@ class ModelChain(Layout):
         longest = [key for key, value in self.config.items() if "position" in key and value == self.max_seq_len]
         return (
             *told,
-            f"sequences of {seq_len:,} tokens are longer than the {self.max_seq_len:,} positions that "
-            f"{self.name} was made for ({(longest[0] if longest else 'by default')}): training runs, but "
-            "pretrained weights may not generalize to this length unless positions are rescaled (RoPE "
-            "scaling)",
+            f"sequences of {seq_len:,} tokens are longer than the {self.max_seq_len:,} positions that {self.name} was "
+            f"made for ({(longest[0] if longest else 'by default')}): training runs, but pretrained weights may not "
+            "generalize to this length unless positions are rescaled (RoPE scaling)",
         )
 
     def left_out(self) -> str:

@@ -198,9 +198,8 @@ def _how_to_get(hub_id: str) -> str:
     packaged = f" (similar packaged models: {', '.join(similar)})" if similar else ""
     folder = hub_id.rpartition("/")[2]
     return (
-        f"it is not packaged{packaged}; with network access run hf download {hub_id} config.json --local-dir "
-        f"{folder} (or fetch https://huggingface.co/{hub_id}/resolve/main/config.json), then pass "
-        f"{folder}/config.json"
+        f"it is not packaged{packaged}; with network access run hf download {hub_id} config.json --local-dir {folder} "
+        f"(or fetch https://huggingface.co/{hub_id}/resolve/main/config.json), then pass {folder}/config.json"
     )
 
 

@@ -398,9 +398,8 @@ def _check_coverage(plan: Plan, chain: ModelChain) -> None:
                 raise InvalidPlanError(
                     field=f"{_place(plan, index)}[{run_index}].layers",
                     found=f"[{first}, {last}]",
-                    expected=f"layers from layer {expected_first} on, within 0 to {chain.num_layers - 1} "
-                    f"({chain.name} has {chain.num_layers} layers: embedding, {chain.num_layers - 2} blocks, "
-                    "head)",
+                    expected=f"layers from layer {expected_first} on, within 0 to {chain.num_layers - 1} ({chain.name} "
+                    f"has {chain.num_layers} layers: embedding, {chain.num_layers - 2} blocks, head)",
                     hint="cover every layer once and in order",
                 )
             expected_first = last + 1
