@@ -67,7 +67,7 @@ def _write(request: Request) -> Draft:
         "in train.py: deepspeed.initialize(model=model, config='ds_config.json'), or TrainingArguments(deepspeed=...)"
     ]
     if view.remat is Remat.FULL:
-        usage.append("in train.py: model.gradient_checkpointing_enable()(the JSON alone recomputes nothing)")
+        usage.append("in train.py: model.gradient_checkpointing_enable() (the JSON alone recomputes nothing)")
     content = _content(view, PRESETS.get(request.plan.chain().family.model_type))
     if (word := str(levers.value(Optimizer))) in _OPTIMIZERS:
         content["zero_allow_untested_optimizer"] = True

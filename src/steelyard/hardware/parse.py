@@ -214,7 +214,7 @@ def cluster_of(file: files.ClusterFile | files.PoolsFile, *, name: str) -> Clust
             field="pools",
             found=str(len(file.pools)),
             expected="two or more",
-            hint="describe a single device group as a cluster without pools:",
+            hint="leave pools: out for a single group",
         )
     groups, links = [], file.links or (file.link,) * len(file.pools)
     for spec, entry in itertools.zip_longest(file.pools, links[: len(file.pools)]):

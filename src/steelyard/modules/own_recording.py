@@ -187,9 +187,7 @@ class _Recorder(TorchFunctionMode):
     def _block_begins(self, block: int, given: BlockArguments) -> None:
         path = self._blocks[block]
         if self._block is not None:
-            raise refused(
-                path, f"a call inside another block, {self._blocks[self._block]}", "blocks that are not nested"
-            )
+            raise refused(path, f"a call inside another block, {self._blocks[self._block]}", "no nested blocks")
         if block != self._num_ended:
             raise refused(path, "a block that is called out of order or twice", "blocks that are called once each")
         call = self.seen.calls[block] = Call(given)
@@ -206,9 +204,7 @@ class _Recorder(TorchFunctionMode):
             raise refused(path, f"an argument that was changed in place after {known.what}", "new tensors")
         if not leaf.requires_grad:
             if known is not None and (known.inside or (known.after > 0 and known.origin is not None)):
-                raise refused(
-                    path, f"an argument without a gradient that was made in a block ({known.what})", "gradients"
-                )
+                raise refused(path, f"an argument without gradient from a block ({known.what})", "gradients")
             return
         if known is None:
             known = self.note(leaf, "an unrecorded operation")

@@ -144,7 +144,7 @@ def find_own_split(
             raise refused(
                 "",
                 f"{len(seen.operations)} operations in one pass, {len(other.operations)} in another",
-                "equal numbers of operations",
+                "equal numbers",
             )
         own = _split_of(seen, other, sample, has_loss=loss is not None)
         own = _with_samples_read(OwnModel(model, own, loss), sample)
@@ -152,10 +152,7 @@ def find_own_split(
     except InvalidModelError as error:
         if all(each.requires_grad for each in module.parameters()):
             raise
-        hint = (
-            "activations are found by their gradients: pass the module with requires_grad=True everywhere, and "
-            "name frozen parameters in freeze="
-        )
+        hint = "set requires_grad=True everywhere, and name frozen parameters in freeze="
         raise InvalidModelError(**error.parts() | {"hint": hint}) from error
 
 
@@ -165,9 +162,7 @@ def check_sample(sample: Any, *, has_loss: bool) -> int:
         raise _bad_sample(f"a {type(sample).__name__} with loss=", "a pair: the inputs, and the targets for loss=")
     inputs = sample[0] if has_loss else sample
     if not isinstance(inputs, Tensor | tuple | list | Mapping):
-        raise _bad_sample(
-            f"inputs that are a {type(inputs).__name__}", "a tensor, a tuple, or a dictionary of keyword arguments"
-        )
+        raise _bad_sample(f"inputs that are a {type(inputs).__name__}", "a tensor, a tuple, or a dictionary")
     tensors = [each for each in pytree.tree_leaves(sample) if isinstance(each, Tensor)]
     counts = {each.shape[0] if each.dim() else 0 for each in tensors}
     if len(counts) != 1 or min(counts) < 2:
@@ -185,9 +180,7 @@ def _bad_sample(found: str, expected: str) -> InvalidModelError:
 def _check_module(module: nn.Module) -> None:
     """Raise `InvalidModelError` if a module has a property that no split supports."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise refused(
-            "model", f"{type(module).__qualname__} without a trained parameter", "a module with trained parameters"
-        )
+        raise refused("model", f"{type(module).__qualname__} without a trained parameter", "trained parameters")
     for path, each in module.named_modules():
         if isinstance(each, _BatchNorm):
             raise refused(
@@ -320,9 +313,7 @@ def _flows(seen: Seen) -> list[list[Origin]]:
     for layer, flow in enumerate(flows):
         if not flow:
             place = blocks[layer - 1] if layer else "forward"
-            raise refused(
-                place, "no tensor that depends on parameters and is read by later layers", "a chain of blocks"
-            )
+            raise refused(place, "no tensor of parameters that later layers read", "a chain of blocks")
     return flows
 
 

@@ -396,9 +396,7 @@ def _reason(given: OnDemand, result: ConfigResult, score_s: float, fastest_s: fl
         return _why_infeasible(given, result, budget_bytes)
     if result.status == "beaten" and result.solution is None:
         return f"pruned: every plan takes at least {format_seconds(result.lower_bound_s)} per step"
-    unproven = (
-        "" if result.status == "optimal" else f", not proven to be the best of its configuration (gap {result.gap:.1%})"
-    )
+    unproven = "" if result.status == "optimal" else f", not proven best of its configuration (gap {result.gap:.1%})"
     if score_s <= fastest_s:
         return "fastest" + unproven
     slower = f"{score_s / fastest_s - 1:.2%} slower than the fastest" if fastest_s > 0 else "slower than the fastest"

@@ -405,9 +405,7 @@ def first_weights(
                 if any(each.isnan().any() for each in own) and hasattr(submodule, "reset_parameters"):
                     submodule.reset_parameters()
         if any(each.isnan().any() for each in numbers):
-            raise SystemExit(
-                f"layer {number}: transformers does not initialize every parameter of {type(module).__name__}"
-            )
+            raise SystemExit(f"layer {number}: transformers does not initialize all of {type(module).__name__}")
 
     shared = [(copies[0], path) for copies in plan.chain["shared"] for place, path in copies if place == number]
     owners = [(first, layer.get_submodule(path.rpartition(".")[0])) for first, path in shared]
@@ -652,9 +650,7 @@ def open_tokens(path: Path, vocab_size: int) -> np.ndarray:
     if path.suffix == ".npy":
         return np.load(path, "r")
     if path.is_dir() or path.suffix in (".jsonl", ".ndjson"):
-        raise ValueError(
-            "holds documents, which only `steelyard train` tokenizes: pass a .npy or .bin file of token ids"
-        )
+        raise ValueError("holds documents, which only `steelyard train` tokenizes: pass token ids (.npy, .bin)")
     named = re.search(r"\.(uint8|uint16|uint32)\.bin$", path.name)
     by_vocabulary = "uint16" if vocab_size <= 1 << 16 else "uint32"
     dtype = named[1] if named else by_vocabulary if path.suffix == ".bin" else "uint8"
@@ -836,9 +832,7 @@ def report(options: argparse.Namespace, **line: float) -> None:
 def main() -> None:
     """Join the other processes of torchrun, and train."""
     parser = argparse.ArgumentParser(description="Train a model under a plan.")
-    parser.add_argument(
-        "--plan", default=Path(__file__).with_suffix(".json"), help="default: the .json file next to this script"
-    )
+    parser.add_argument("--plan", default=Path(__file__).with_suffix(".json"), help="default: this script's .json")
     parser.add_argument("--data", required=True, help=".npy or .bin file of token ids, a text, or a folder of images")
     parser.add_argument("--mask-token", type=int, help="mask token ID for masked-token prediction; 256 for a text")
     numbers = {"steps": 100, "lr": 3e-4, "warmup-steps": 10, "weight-decay": 0.1, "max-grad-norm": 1.0, "seed": 0}
