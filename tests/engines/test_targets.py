@@ -912,7 +912,7 @@ def test_deepspeed_says_that_it_has_no_hybrid_sharding() -> None:
 
 def test_megatron_takes_no_zero_2_inside_replicas() -> None:
     plan = uniform("dp2-fsdp4", devices=8, zero=2)
-    assert "zero 2 beside dp" in unsupported(plan, ENGINES["megatron-fsdp"].capabilities)
+    assert "zero 2 together with dp" in unsupported(plan, ENGINES["megatron-fsdp"].capabilities)
 
 
 @pytest.mark.parametrize("name", ["accelerate", "transformers"])

@@ -43,9 +43,9 @@ def test_a_7b_is_fine_tuned_in_full_on_one_card_of_80_gb() -> None:
         ({"precision": "fp16", "cluster": "1x1xv100-32gb"}, {}, "for layers that compute in fp16"),
         ({}, {"optimizer": "muon"}, "with --optimizer muon"),
         ({}, {"optimizer": "adafactor"}, "with --optimizer adafactor"),
-        ({}, {"train": "lora"}, "beside --train"),
-        ({}, {"offload": "optimizer"}, "beside --offload"),
-        ({}, {"float8": "rowwise"}, "beside --float8"),
+        ({}, {"train": "lora"}, "together with --train"),
+        ({}, {"offload": "optimizer"}, "together with --offload"),
+        ({}, {"float8": "rowwise"}, "together with --float8"),
         ({"engine": "megatron"}, {}, "with the engine megatron"),
     ],
 )

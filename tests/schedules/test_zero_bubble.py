@@ -60,9 +60,9 @@ def test_it_is_not_searched_beside_others_and_that_is_said() -> None:
 @pytest.mark.parametrize("levers", LEVERS, ids=str)
 def test_levers_whose_blocks_are_not_split_are_refused(levers: dict[str, str]) -> None:
     of = replace(job(num_hidden_layers=8), levers=Levers.of(levers))
-    with pytest.raises(UserError, match=f"--schedule: found {NAME} beside --"):
+    with pytest.raises(UserError, match=f"--schedule: found {NAME} with --"):
         pipeline_configs(of, Decisions(schedules=(NAME,)))
-    with pytest.raises(InvalidPlanError, match=f"schedule: found {NAME} beside --"):
+    with pytest.raises(InvalidPlanError, match=f"schedule: found {NAME} with --"):
         zero_bubble(levers=levers)
 
 

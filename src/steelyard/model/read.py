@@ -32,7 +32,7 @@ from steelyard.model.own import OwnSplit, Split
 from steelyard.model.split import SPLIT_VERSION, TEXT_PART, ModelSplit
 
 NOT_PLANNED = {
-    "albert": "use roberta or modernbert, whose blocks have weights of their own",
+    "albert": "use roberta or modernbert, whose blocks have separate weights",
     "flaubert": "use camembert, whose blocks need no special case",
     "hrm_text": "write a function that builds it, with a sample: docs/how-to/your-own-model.md",
     "ibert": "use roberta, whose blocks are equal but not quantized",

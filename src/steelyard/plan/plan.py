@@ -417,7 +417,7 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
     if plan.pipeline.schedule.splits_backward and (reason := levers.weight_pass_refusal()):
         raise InvalidPlanError(
             field="schedule",
-            found=f"{plan.schedule} beside {reason}",
+            found=f"{plan.schedule} with {reason}",
             expected="a schedule without weight passes",
             hint="use another schedule, or plan without that lever",
         )

@@ -212,7 +212,7 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
         if all(each.splits_backward for each in schedules):
             raise UserError(
                 field="--schedule",
-                found=f"{', '.join(map(str, schedules))} together with {refused}",
+                found=f"{', '.join(map(str, schedules))} with {refused}",
                 expected="a schedule without weight passes",
                 hint="name another one as well, or leave the lever out",
             )

@@ -263,7 +263,7 @@ def make_request(
         if own is not None and image_size is not None:
             raise UserError(
                 field="--image-size",
-                found=f"one for {own.split.module}, a module of your own",
+                found=f"one for {own.split.module}, your own module",
                 expected="the images of its sample",
                 hint="leave the option out",
             )
