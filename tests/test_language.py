@@ -84,6 +84,6 @@ def test_a_fault_of_each_kind_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "file.py").write_text(
-        '"""What a file is."""\n\n\ndef f():\n    """Returns a number."""\n\n\nX = "beside it"\n"""All but for one."""\n'
+        '"""What a file is."""\n\n\ndef f():\n    """Returns one."""\n\n\nX = "beside x"\n"""All but for one."""\n'
     )
     assert [fault.split(":")[0] for fault in faults("one")] == ["one/file.py"] * 4
