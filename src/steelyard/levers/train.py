@@ -112,11 +112,7 @@ class Train(Lever):
         """Parse a text. Raise `UserError` for another form, an unknown kind, or a number out of range."""
         kind, _, rest = text.partition(":")
         if kind in REFUSED:
-            raise _wrong(
-                f"{kind}, {REFUSED[kind]}",
-                "adapters in layers: " + ", ".join(KINDS),
-                "write for example dora:r=16",
-            )
+            raise _wrong(f"{kind}, {REFUSED[kind]}", "one of " + ", ".join(KINDS), "write for example dora:r=16")
         if kind not in (FULL, *KINDS) or (kind == FULL and rest):
             raise _wrong(
                 text,
