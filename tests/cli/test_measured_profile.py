@@ -114,7 +114,7 @@ def planned(run: Run, batch: int, *options: object) -> str:
 @pytest.mark.slow
 def test_what_lies_beyond_the_measured_sizes_is_left_out_and_said_so(run: Run, folder: Path) -> None:
     text = planned(run, 64, "-o", "large.json")
-    assert "left out: 16, 32, 64 samples on a rank (the profile measured 1, 2, 4 and holds for 0.5 to 8" in text
+    assert "left out: 16, 32, 64 samples per rank (the profile measured 1, 2, 4 and covers 0.5 to 8" in text
     assert "steelyard profile --global-batch 64" in text
     plan = read_plan("large.json")
     samples = {plan.microbatch_samples / strategy.sample_degree for strategy in plan.strategies}

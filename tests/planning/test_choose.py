@@ -57,7 +57,7 @@ def test_a_plan_that_the_search_proves_and_the_simulator_confirms_is_optimal_wit
 
 @pytest.mark.slow
 def test_a_time_limit_ends_the_making_of_tables_and_leaves_a_gap() -> None:
-    """With no time at all few configurations have tables; no plan of the others takes less than computing alone."""
+    """Without any time few configurations have tables; plans of the others take at least the time of computing."""
     of = make_job(
         "llama3-8b", "2x8xh100-80gb", global_batch=64, seq_len=8192, precision="bf16", memory=None, profile=None
     )
