@@ -65,7 +65,7 @@ from tests.problems.transformer import LLAMA3_8B, decoder_configs
 from tests.runtime.models import FAMILY_CONFIGS
 
 GB = 10**9
-DOCUMENT = Path(__file__).parents[2] / "docs" / "problem-files.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "problem-files.md"
 
 FAMILIES = tuple(FAMILY_CONFIGS)
 """Small models, one of every family."""

@@ -22,7 +22,20 @@ from tests.modules.split_configs import split_config
 JOB = ("--cluster", "1x4xa100-80gb", "--seq-len", 2048, "--global-batch", 16)
 SMALL = ("llama3.2-1b", *JOB)
 USED_BY_PLAN = {
-    *("choose", "complete", "job", "pins", "price", "problem", "request", "simple", "sizes", "uniform", "variants"),
+    *(
+        "choose",
+        "complete",
+        "job",
+        "pass_order",
+        "pins",
+        "price",
+        "problem",
+        "request",
+        "simple",
+        "sizes",
+        "uniform",
+        "variants",
+    ),
     "why_not",
 }
 """Modules of the planner that a plan on one pool needs: each that it does not need takes a part of its second."""

@@ -27,6 +27,7 @@ from steelyard.planning.simple import SAME
 from steelyard.planning.variants import (
     ANY_PLAN,
     FREE_CHOICE,
+    Answer,
     Progress,
     Study,
     Variant,
@@ -87,15 +88,17 @@ def what_was_searched(
     assert priced.prediction is not None, "baselines are compared with its prediction"
     step_s = priced.prediction.step_time_s
     free, budgets = (FREE_CHOICE, within(UNLIMITED, MOST_BYTES)), other_budgets(study.job)
-    rivals = (*baselines(), *without_techniques(priced), *other_pipelines(priced, study.tables))
-    asked, answers, left_out = [], [study.of(priced, step_s, peak_bytes(priced))], dict[str, None]()
-    for variant in counted((*free, *rivals, *budgets), progress):
+    pipelines, restricted = other_pipelines(priced, study.tables), (*baselines(), *without_techniques(priced))
+    found, left_out = dict[Variant, Answer](), dict[str, None]()
+    # pipelines first: a variant without a technique takes the plans of theirs that do without it
+    for variant in counted((*free, *pipelines, *restricted, *budgets), progress):
         if time.process_time() <= deadline:
-            asked.append(variant)
-            answers.append(study.answer(variant))
+            found[variant] = study.answer(variant)
         elif variant not in free:
             left_out[BUDGETS if variant in budgets else variant.name] = None
-    _, *others = (each.beside(step_s) for each in study.reconciled(answers))
+    asked = [variant for variant in (*free, *restricted, *pipelines, *budgets) if variant in found]
+    own = study.of(priced, step_s, peak_bytes(priced))
+    _, *others = (each.beside(step_s) for each in study.reconciled([own, *map(found.__getitem__, asked)]))
     compared = [each for variant, each in zip(asked, others, strict=True) if variant not in budgets]
     binds = what_binds(step_s, *compared[:2]) if compared and compared[1:] else ""
     faster = (each for each in compared if each.name != ANY_PLAN or (each.slowdown or 0.0) < -SAME)

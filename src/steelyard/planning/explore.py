@@ -73,7 +73,7 @@ class _Way:
     levers: Mapping[str, str] = field(default_factory=dict)
     """Texts of the levers added to those of the request."""
     refusal: str = ""
-    """Why the engine does not run the levers; empty if it does."""
+    """Reason why the engine does not run the levers; empty if it does."""
     columns: dict[tuple[int, int], dict[int, Plan | str]] = field(default_factory=dict)
     """Fastest plan found, or the reason why there is none, by the indices on the axes."""
 

@@ -10,7 +10,7 @@ read-only, in the user's cache directory. Without both they run uncompiled, tens
 
 Shapes: K layer types, O options of a layer type (padded), S strategies, F numbers of microbatches in flight, C switch
 classes and one more row for "no layer before", T different switch tables, J levels of transient peak, Q prices, L
-layers of the model, n layers of a run.
+layers of the model, n layers of a run, V weighted means of moments.
 """
 
 import logging
@@ -53,9 +53,9 @@ def compiled(signature: str) -> Callable[[Kernel], Kernel]:
 
 @compiled(
     "void(f8[:,:,:,::1], i8[:,::1], i8[:,::1], i8[::1], i8[::1], i8[:,:,::1], "
-    "f8[:,::1], i8[::1], i8[:,::1], f8[:,:,::1], f8[::1], i8[::1], f8[::1])"
+    "f8[:,::1], i8[:,::1], f8[:,:,::1], i8[::1], i8[:,::1], f8[:,:,::1], f8[::1], i8[::1], f8[::1], f8[::1])"
 )
-def completions(
+def completions(  # noqa: C901, PLR0912 (as `sweep`)
     rest: FloatArray,
     least: IntArray,
     others: IntArray,
@@ -63,11 +63,14 @@ def completions(
     count: IntArray,
     rows: IntArray,
     seconds: FloatArray,
+    buffers: IntArray,
+    weights: FloatArray,
     table: IntArray,
     entry: IntArray,
     entry_s: FloatArray,
     prices: FloatArray,
     upper: IntArray,
+    paid_bytes: FloatArray,
     priced: FloatArray,
 ) -> None:
     """Fill in the minimum priced cost and the minimum bytes of the layers from each position of a run to its end.
@@ -76,9 +79,11 @@ def completions(
     n + 1] the maximum bytes that these layers free and the minimum that they keep; all come with zeros in the last
     position. ``rows`` [K, 7, O] as in `StageCosts`, ``entry`` [T, S] and ``entry_s`` [T, C + 1, D] as in `Switches`.
     Level j allows options that reach at most ``upper[j]`` after all later layers have freed all that they can; results
-    are infinite (2^60 bytes) if some layer has no such option. ``priced`` [D] is work space: the minimum cost of the
-    options with the same entry number.
+    are infinite (2^60 bytes) if some layer has no such option. The last levels, of as many as ``weights``
+    [n + 1, V, 3] has, price the weighted mean of moments and of ``buffers`` [B, 3] (see `layers`). Work space:
+    ``paid_bytes`` [O], and ``priced`` [D], the minimum cost of the options with the same entry number.
     """
+    num_plain = len(upper) - weights.shape[1]
     for position in range(len(layer_types) - 1, -1, -1):
         layer_type, freed = layer_types[position], others[0, position + 1]
         most, kept = -(2**60), 2**60
@@ -94,13 +99,22 @@ def completions(
                     smallest = rows[layer_type, 2, option]
             smallest += least[position + 1, level]
             least[position, level] = smallest if smallest < 2**60 else 2**60
+            for option in range(count[layer_type]):
+                paid_bytes[option] = rows[layer_type, 2, option]
+                if level >= num_plain:
+                    now, then = weights[position, level - num_plain], weights[position + 1, level - num_plain]
+                    paid_bytes[option] += (then[0] - now[0]) * rows[layer_type, 3, option]
+                    paid_bytes[option] -= now[0] * rows[layer_type, 4, option]
+                    for which in range(1, 3):
+                        buffer = buffers[rows[layer_type, 5, option], which]
+                        paid_bytes[option] += (then[which] - now[which]) * buffer
             for which in range(len(prices)):
                 for own in range(len(priced)):
                     priced[own] = np.inf
                 for option in range(count[layer_type]):
                     if rows[layer_type, 3, option] - freed <= upper[level]:
                         own = entry[table[layer_type], rows[layer_type, 0, option]]
-                        paid = seconds[layer_type, option] + prices[which] * rows[layer_type, 2, option]
+                        paid = seconds[layer_type, option] + prices[which] * paid_bytes[option]
                         paid += rest[position + 1, level, which, rows[layer_type, 1, option]]
                         priced[own] = min(priced[own], paid)
                 for before in range(entry_s.shape[1]):
@@ -171,8 +185,8 @@ def drop_useless(  # noqa: C901, PLR0912 (as `sweep`)
 
 @compiled(
     "i8(i8[:,::1], f8[::1], i8, i8[:,::1], f8[::1], f8[:,::1], i8[:,::1], i8[:,::1], i8[:,::1], i8[:,::1], b1, b1, "
-    "i8[::1], i8[::1], i8, f8, f8[:,::1], f8[:,:,::1], i8[::1], i8[::1], b1, f8[:,:,::1], i8[:,:,:,::1], i8[:,::1], "
-    "f8[:,::1])"
+    "i8[::1], i8[::1], i8, f8, f8[:,::1], f8[:,:,::1], f8[:,::1], i8[::1], i8[::1], b1, f8[:,:,::1], i8[:,:,:,::1], "
+    "i8[:,::1], f8[:,::1])"
 )
 def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
     states: IntArray,
@@ -193,6 +207,7 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
     limit_s: float,
     prices: FloatArray,
     completion: FloatArray,
+    weights: FloatArray,
     rest_bytes: IntArray,
     others: IntArray,
     has_bounds: bool,
@@ -206,9 +221,10 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
     ``states`` [8, N] as in `LayerStates`; ``options`` [7, O] as in `StageCosts`, of ``count`` options; ``switch``
     [C + 1, S] seconds and ``received`` [C + 1, S] bytes that a stage receives, empty after its first layer.
     ``buffers`` [B, 3], ``joined``, ``growth`` and ``repeats`` as in `StageCosts`; ``is_last``: whether this layer ends
-    its stage. ``prices`` [J, Q], ``completion`` [J, Q, C + 1] and ``rest_bytes`` [J] are for the layers still to come,
-    as are ``others``: the maximum bytes that they free, the minimum that they keep, and the minimum transient bytes of
-    the last one. ``places`` [8, room] receives the new states, and ``values`` [2, room] their seconds and, if
+    its stage. ``prices`` [J + V, Q], ``completion`` [J + V, Q, C + 1], ``weights`` [V, 3] and ``rest_bytes`` [J + V]
+    are for the layers still to come, as are ``others``: the maximum bytes that they free, the minimum that they keep,
+    and the minimum transient bytes of the last one. ``places`` [8, room] receives the new states, and ``values``
+    [2, room] their seconds and, if
     ``has_bounds``, the lower bound of the whole run. States that another one with the same option beats are left out,
     as in `sweep`, whose work space is used here too.
     """
@@ -275,6 +291,14 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
                         break
                 bound = min(bound, least)
                 if not has_bounds and spent + bound <= limit_s:
+                    break
+            for mean in range(0 if is_last or spent + bound > limit_s else len(weights)):
+                ahead, left, row = buffers[size, 1], buffers[size, 2], len(upper) + mean
+                paid_bytes = taken - (1 - weights[mean, 1]) * ahead - (repeats - weights[mean, 2]) * left - budget
+                paid_bytes += weights[mean, 0] * (peak - (1 - repeats) * left)
+                for which in range(prices.shape[1]):
+                    bound = max(bound, completion[row, which, own_group] + prices[row, which] * paid_bytes)
+                if spent + bound > limit_s:
                     break
             if spent + bound <= limit_s and bound < np.inf:
                 places[0, found] = states[0, state]

@@ -22,6 +22,18 @@ H_{\lambda,\tau}(c) = \min_{s_{l+1}..s_n:\, u(k, s) - F \le \tau} \sum (t + r + 
 many different peaks, neighbours share a level: the choice is then taken from its upper edge and the price paid for its
 lower one.
 
+$F$ is what later layers free at most, each with the strategy that frees most, so levels say little of long runs. The
+memory of a stage is also at least any weighted mean of its moments, with $\omega \ge 0$ and $\sum_l \omega_l = 1$, and
+its buffers $\beta$ at least any weighted mean of those of its layers, with weights $\phi$. A state after layer $p$ is
+therefore also dropped if for some price $\lambda$ and weights
+
+$$t + G_{\lambda,\omega}(c) + \lambda\,(A - (1 - \Phi_p)\,\beta + \Omega_p u - B) > \theta, \qquad
+G_{\lambda,\omega}(c) = \min_{s_{p+1}..s_n} \sum_{l>p} \big(t + r + \lambda\,(h + \omega_l u + \phi_l \beta_l
+- \Omega_{l-1} f)\big)$$
+
+with the sums $\Omega_l$ and $\Phi_l$ of the weights up to layer $l$. Here each strategy pays for its own working memory
+and is paid for what it frees itself.
+
 | symbol             | name         | unit  | meaning                                                             |
 |--------------------|--------------|-------|---------------------------------------------------------------------|
 | $h$                | `bytes`      | bytes | `static_bytes` + microbatches in flight × `activation_bytes`        |
@@ -31,6 +43,7 @@ lower one.
 | $c$, $e$           | `group`      | –     | switch class: strategies from which every resharding costs the same |
 | $H_{\lambda,\tau}$ | `completion` | s     | minimum priced cost of the layers still to come                     |
 | $\tau$             | `levels`     | bytes | possible transient peak at the end of the run                       |
+| $\Omega$, $\Phi$   | `weights`    | –     | weights of the moments and of the buffers of the layers so far      |
 | $\theta$           | `limit_s`    | s     | upper limit of useful stage times                                   |
 
 Source: Miao et al. 2022, Eq. 1; Wang et al. 2023, section 4.1 (forward memory and backward peak); the bound is
@@ -56,6 +69,12 @@ MAX_LEVELS = 8
 
 MAX_PRICES_PER_LEVEL = 4
 """Prices of memory tried for each level while states are extended: the best ones for the whole run, and 0."""
+
+HIGH_PRICES = np.array([4.0, 16.0])
+"""Prices tried in addition, in multiples of the highest one."""
+
+MEAN_MOMENTS = (0, 1, 8)
+"""Numbers of layers before the last one of a run whose mean moment bounds its memory; 0 is the last one itself."""
 
 MAX_TYPES_SCREENED = 32
 """Maximum number of layer types of a run whose transient peaks are screened before they are grouped into levels."""
@@ -436,7 +455,7 @@ def chain_frontier(
     )
     guide = _guide(costs, layer_types, entries, pruning, _levels(costs, layer_types, pruning, costs.transient))
     room, work = (np.empty((8, 0), dtype=np.int64), np.empty((2, 0))), _work_of(costs, len(guide.upper))
-    per_layer, missed_s = [], 0.0
+    per_layer, missed_s, dropped_s = [], 0.0, pruning.limit_s
     for position, layer_type in enumerate(layer_types):
         if pruning.deadline is not None and time.monotonic() > pruning.deadline:
             raise TimeIsUpError
@@ -451,11 +470,14 @@ def chain_frontier(
         num_next = max(1, int(costs.count[list(layer_types[position + 1 : position + 2])].sum()))
         few, most = FEW_CANDIDATES // num_next, (2 * FEW_CANDIDATES if missed_s else MAX_CANDIDATES) // num_next
         found = _NOTHING if received is None else received
-        states, slack_s = _extend(states, costs, layer_type, detour, guide, position + 1, room, work, found, few, most)
+        extended = _extend(states, costs, layer_type, detour, guide, position + 1, room, work, found, few, most)
+        states, slack_s, least_s = extended
         received = None
-        missed_s += slack_s
+        missed_s, dropped_s = missed_s + slack_s, min(dropped_s, least_s)
         per_layer.append(states)
-    return ChainFrontier(per_layer=tuple(per_layer), missed_s=missed_s)
+    return ChainFrontier(
+        per_layer=tuple(per_layer), missed_s=min(missed_s, pruning.limit_s - dropped_s) if missed_s else 0.0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -466,12 +488,14 @@ class _Guide:
     lower: IntArray
     upper: IntArray
     """[J] edges of the levels of transient peak"""
+    weights: FloatArray
+    """[n + 1, V, 3] weights, in V means, of the moments and of the two lasting buffers of the layers before"""
     prices: FloatArray
-    """[J, Q]"""
+    """[J + V, Q]"""
     completion: FloatArray
-    """[n + 1, J, Q, C + 1] seconds"""
+    """[n + 1, J + V, Q, C + 1] seconds"""
     rest_bytes: IntArray
-    """[n + 1, J] minimum bytes within the level"""
+    """[n + 1, J + V] minimum bytes within the level"""
     others: IntArray
     """[n + 1, 3] maximum freed and minimum kept bytes of the layers still to come, and minimum transient of the last"""
     nothing_follows: FloatArray = field(repr=False)
@@ -568,11 +592,13 @@ def _guide(
     pruning: Pruning,
     levels: tuple[IntArray, IntArray],
 ) -> _Guide:
-    """Return completion bounds for every level at price 0 and at the prices that bound the whole run best."""
-    lower, upper = levels
-    completion = np.zeros((len(layer_types) + 1, len(lower), len(pruning.prices), costs.num_groups + 1))
+    """Return completion bounds for every level and mean at price 0 and at the prices that bound the whole run best."""
+    prices = np.append(pruning.prices, pruning.prices.max() * HIGH_PRICES)
+    (lower, upper), weights = levels, _weights(costs, len(layer_types))
+    rows = len(lower) + weights.shape[1]
+    completion = np.zeros((len(layer_types) + 1, rows, len(prices), costs.num_groups + 1))
     rest_bytes, others = (
-        np.zeros((len(layer_types) + 1, len(lower)), dtype=np.int64),
+        np.zeros((len(layer_types) + 1, rows), dtype=np.int64),
         np.zeros((2, len(layer_types) + 1), np.int64),
     )
     last = costs.transient[layer_types[-1], : costs.count[layer_types[-1]]].min(initial=NO_LIMIT_BYTES)
@@ -584,29 +610,50 @@ def _guide(
         costs.count,
         costs.rows,
         costs.seconds,
+        costs.buffers,
+        weights,
         costs.switches.table,
         costs.switches.entry,
         costs.switches.entry_s,
-        pruning.prices,
-        upper,
+        prices,
+        np.append(upper, np.full(weights.shape[1], NO_LIMIT_BYTES)),
+        np.empty(costs.rows.shape[2]),
         np.empty(costs.switches.entry_s.shape[2]),
     )
-    excess = (lower - pruning.budget_bytes).astype(np.float64)
-    whole = completion[0][:, :, entries].min(axis=2) + pruning.prices * excess[:, None]
+    excess = np.append(lower, np.zeros(weights.shape[1])) - pruning.budget_bytes
+    whole = completion[0][:, :, entries].min(axis=2) + prices * excess[:, None]
     best = np.sort(np.argsort(-whole, axis=1, kind="stable")[:, : MAX_PRICES_PER_LEVEL - 1], axis=1)
-    best = np.concatenate([np.full((len(lower), 1), np.argmin(pruning.prices)), best], axis=1)
+    best = np.concatenate([np.full((rows, 1), np.argmin(prices)), best], axis=1)
     classes = costs.num_groups + 1
     return _Guide(
         pruning=pruning,
         lower=lower,
         upper=upper,
-        prices=pruning.prices[best],
+        weights=weights,
+        prices=prices[best],
         completion=np.take_along_axis(completion, best[None, :, :, None], axis=2),
         rest_bytes=rest_bytes,
         others=np.ascontiguousarray(np.stack([*others, np.full(len(layer_types) + 1, last)], axis=1)),
         nothing_follows=np.zeros((classes, classes)),
         anything_follows=np.where(np.eye(classes, dtype=bool), 0.0, np.inf),
     )
+
+
+def _weights(costs: StageCosts, num_layers: int) -> FloatArray:
+    """Return the weights of `_Guide`: of the moment of the last layer, and means of those of layers before it.
+
+    The weights of buffers are equal for all layers before the last one, or 1 for what the layers so far have. None if
+    levels of the transient peak are enough.
+    """
+    if costs.is_plain or num_layers == 1:
+        return np.zeros((num_layers + 1, 0, 3))
+    places, inner = np.arange(num_layers + 1.0), num_layers - 1
+    spread, found = np.minimum(places / inner, 1.0), []
+    for count in sorted({min(count, inner) for count in MEAN_MOMENTS}):
+        worked = np.clip((places - inner + count) / count, 0.0, 1.0) if count else (places > inner).astype(float)
+        has_left = costs.repeats or count > 0
+        found += [[worked, kept, kept * has_left] for kept in (spread, np.ones_like(spread))]
+    return np.ascontiguousarray(np.array(found).transpose(2, 0, 1))
 
 
 _Room = tuple[IntArray, FloatArray]
@@ -638,8 +685,9 @@ def _extend(
     received: IntArray,
     few: int,
     most: int,
-) -> tuple[LayerStates, float]:
-    """Return the unbeaten states after one more layer, in order of bytes, and the slack with which others were dropped.
+) -> tuple[LayerStates, float, float]:
+    """Return the unbeaten states after one more layer, in order of bytes, the slack with which others were dropped, and
+    the least bound of these.
 
     The slack is 0 unless there would be more than ``most`` states; then at most ``few`` are kept.
     """
@@ -663,9 +711,10 @@ def _extend(
         guide.pruning.limit_s,
         guide.prices,
         guide.completion[position],
+        guide.weights[position],
         guide.rest_bytes[position],
         guide.others[position],
-        width is not None,
+        width is not None or len(states) * int(costs.count[layer_type]) > most,
         work[0],
         work[2],
         places,
@@ -681,7 +730,7 @@ def _extend(
     def unbeaten(order: IntArray, slack_s: float) -> IntArray:
         return order[: kernels.sweep(order, places, values[0], costs.growth, detour, slack_s, *work)]
 
-    kept, slack_s = unbeaten(order, 0.0), 0.0
+    kept, slack_s, least_s = unbeaten(order, 0.0), 0.0, np.inf
     if len(kept) > most:
         exact, span_s = kept, float(np.ptp(values[0, kept]))
         too_small_s, slack_s = span_s / len(kept), 2 * span_s
@@ -693,6 +742,7 @@ def _extend(
                 too_small_s = middle_s
             else:
                 kept, slack_s = found_then, middle_s
+        least_s = float(values[1, np.setdiff1d(exact, kept)].min(initial=np.inf))
     if width is not None and len(kept) > width:
         kept = kept[np.sort(np.argsort(values[1, kept], kind="stable")[:width])]
-    return LayerStates(rows=places.take(kept, axis=1), seconds=values[0, kept]), slack_s
+    return LayerStates(rows=places.take(kept, axis=1), seconds=values[0, kept]), slack_s, least_s

@@ -146,8 +146,7 @@ class Prospect:
 
     @property
     def _first(self) -> Solution:
-        first = first_plan(self.prepared, self.filled) or self.fallback
-        return min(first, self.fallback, key=lambda plan: plan.step_s)
+        return first_plan(self.prepared, self.filled) or self.fallback
 
 
 def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | ConfigResult:
