@@ -221,8 +221,8 @@ class StageModule(nn.Module):
         self.batches: list[dict[int, OwnBatch]] = []
         """Inputs that layers of a user's own module read in each microbatch of a step; set before the step."""
         self.model_kwargs: list[list[tuple[list[str], dict[str, Tensor]]]] = []
-        """For each microbatch of a step, layers that read the same samples, and arguments that differ between samples
-        (`PER_SAMPLE`); set before the step."""
+        """Layers that read the same samples and arguments that differ between samples (`PER_SAMPLE`), per microbatch of
+        a step; set before the step."""
 
     @property
     def layers(self) -> nn.ModuleDict:
