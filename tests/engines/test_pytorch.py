@@ -183,7 +183,7 @@ def test_a_dimension_that_the_script_does_not_know_is_refused_by_name(config: st
     plan = make_plan(FAMILY_CONFIGS[config], layers, num_devices=2)
     with pytest.raises(UserError, match=f"pytorch for a plan with {name}\n") as refused:
         content_of(plan)
-    assert "a plan of dp, fsdp, tp" in str(refused.value)
+    assert "a plan with only dp, fsdp, tp" in str(refused.value)
 
 
 def test_the_script_refuses_a_parallelism_dimension_that_it_does_not_know(tmp_path: Path) -> None:

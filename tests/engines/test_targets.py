@@ -341,7 +341,7 @@ def test_megatron_balances_experts_where_the_config_asks_for_it(
     plan = plan.model_copy(update={"model": PlanModel(name="x", config=config)})
     flags = megatron_flags(plan)
     assert (flags["--moe-router-load-balancing-type"], flags.get("--moe-aux-loss-coeff")) == (balancing, coefficient)
-    assert ("computes it per data rank" in text_of(plan, "megatron", ".sh")) is asked
+    assert ("computes it per layer and per data rank" in text_of(plan, "megatron", ".sh")) is asked
     assert set(flags) <= known_names("megatron-core-0.19.2.txt")
 
 

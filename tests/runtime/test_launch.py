@@ -156,7 +156,7 @@ def test_data_that_one_rank_alone_finds_wrong_ends_the_run_with_its_message(
     tokens[1] = 0
     tokens[64 * 15 + 1] = 0
     np.save(tmp_path / "tokens.npy", tokens)
-    with pytest.raises(UserError, match="token 300") as raised:
+    with pytest.raises(UserError, match="token id 300") as raised:
         launch(plan_file(tmp_path, small_plan()), tmp_path / "tokens.npy", TrainOptions(steps=2))
     assert raised.value.exit_code == 2
 

@@ -389,7 +389,7 @@ def changed_chain(chain: ModelChain, levers: Levers, freeze: Sequence[str], own:
     path = default_folder("frozen") / f"{digest(entries | {'frozen': [*freeze, *map(str, chain.changes)]})}.json"
     found: Freeze | None = None
     if own is None:
-        found = read_kept(path, Freeze, "found again, since the kept list of what is frozen cannot be read")
+        found = read_kept(path, Freeze, "found again, because the cached list of frozen parameters cannot be read")
     if found is None:
         require_training("to find what is frozen the model is built")
         found = import_module("steelyard.modules.freezing").find_freeze(chain, freeze, own)

@@ -240,7 +240,7 @@ def samples_not_measured(job: Job, decisions: Decisions) -> NotSearched | None:
     if not beyond:
         return None
     return NotSearched(
-        what="samples on a rank",
+        what="samples per rank",
         values=", ".join(f"{count:g}" for count in sorted(beyond)),
         reason=f"{beyond[max(beyond)]}; steelyard profile --global-batch {job.global_batch} measures all",
     )

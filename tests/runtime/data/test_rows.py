@@ -245,7 +245,7 @@ def _plan(config: str) -> Plan:
         ("vit", {}, "--dataset: found rows for image-classification"),
         ("bert", {"sft": True}, "--sft: found a plan for masked-lm"),
         ("t5", {"packing": "wrapped"}, "--packing: found a plan for seq2seq-lm"),
-        ("llama", {"packing": "bfd"}, "strategies: found cp, and samples of several sequences"),
+        ("llama", {"packing": "bfd"}, "strategies: found cp, and samples with several sequences"),
         ("zamba2", {"packing": "bfd_split"}, "model_type: found zamba2: with position_ids its logits differ by"),
     ],
 )

@@ -173,7 +173,7 @@ def _columns(source: Source, rows: "Dataset", options: RowOptions) -> list[str]:
         return [MESSAGES]
     pair = next((each for each in _PAIRS if set(each) <= set(rows.column_names)), _PAIRS[0])
     others = [" and ".join(each) for each in _PAIRS[1:]] + [MESSAGES] * (not options.is_seq2seq)
-    check_columns(source, rows, pair, f"or {', '.join(others)}, since --sft trains on what answers")
+    check_columns(source, rows, pair, f"or {', '.join(others)}, because --sft trains on answers")
     return list(pair)
 
 

@@ -250,7 +250,7 @@ def check_rows(plan: Plan, options: TextOptions) -> None:
         raise UserError(
             field="--packing",
             found=f"a plan for {task}",
-            expected=f"one for {Task.CAUSAL_LM}: rows of other models are not packed",
+            expected=f"a plan for {Task.CAUSAL_LM}, because rows of other models are not packed",
             hint="leave --packing out",
         )
     if options.packing in (BFD, SPLIT) or (options.completions_alone and task is not Task.CAUSAL_LM):
