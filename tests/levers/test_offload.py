@@ -317,7 +317,7 @@ def test_more_than_the_host_has_is_refused_and_not_advised(tmp_path: Path, monke
         (20, "of 20 B"),
         (19, "of 19 B; pinned tensors may take up to twice their size"),
         (9, "more than its 9 B"),
-        (None, "not checked"),
+        (None, "not checked, because the cluster does not define its size"),
     ],
 )
 def test_what_is_said_of_host_memory_is_what_is_known(memory_bytes: int | None, words: str) -> None:

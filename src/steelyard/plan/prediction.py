@@ -328,7 +328,8 @@ class Prediction(PlanPart):
     stages: tuple[StagePrediction, ...]
     certificate: Certificate
     lower_bound_s: limits.Seconds
-    """Lower bound of the step time: by the cost tables or, if processes share cores, by what the cores can compute."""
+    """Lower bound of the step time: by the cost tables or, if processes share cores, by what the cores can compute. At
+    most the step time, which the simulator may find shorter than the cost tables."""
     order_bound_s: limits.Seconds | None = Field(default=None, exclude_if=lambda bound_s: bound_s is None)
     """Lower bound of the step time over all orders of the plan's passes, if the schedule takes its order from times."""
     not_searched: tuple[str, ...] = ()

@@ -327,7 +327,7 @@ def _plan_within(
         plan,
         cost,
         certificate,
-        lower_bound_s=lower_s,
+        lower_bound_s=min(lower_s, cost.step_time_s),
         alternatives=(*lost, *(() if job.is_mixed else _not_simulated(job, found))),
         found=[(each.plan, each.step_s) for each in found.ranked] if job.is_mixed else (),
     )
