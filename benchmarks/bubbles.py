@@ -20,6 +20,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.ranks import on_ranks
+from steelyard.cost.pass_order import StageLimit, best_order
 from steelyard.cost.simulator import StageTimes, simulate
 from steelyard.modules.build import build_model
 from steelyard.plan.plan import Plan
@@ -32,18 +33,23 @@ SECONDS = {"forward_one_chunk": 0.40, "backward_one_chunk": 0.48, "backward_weig
 """Of all chunks of a stage: a forward pass, a backward pass without its weight pass, and a weight pass."""
 CASES = [
     (schedule, chunks, count)
-    for schedule, chunks in (("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-zero-bubble", 2))
+    for schedule, chunks in (
+        ("1f1b", 1),
+        ("interleaved-1f1b", 2),
+        ("interleaved-zero-bubble", 2),
+        ("zero-bubble-auto", 2),
+    )
     for count in (4, 8)
 ]
 
 
 def plan_of(schedule: str, chunks: int, num_microbatches: int) -> Plan:
-    """A plan of one rank a stage."""
+    """A plan of one rank a stage, in the best order with as many more passes in flight and pending as stages."""
     per_part = NUM_BLOCKS // (PROCESSES * chunks)
     parts = [["single"] * per_part for _ in range(PROCESSES * chunks)]
     parts[0].append("single")
     parts[-1].append("single")
-    return make_plan(
+    plan = make_plan(
         FAMILY_CONFIGS["llama"] | {"num_hidden_layers": NUM_BLOCKS},
         *(", ".join(part) for part in parts),
         num_microbatches=num_microbatches,
@@ -53,6 +59,22 @@ def plan_of(schedule: str, chunks: int, num_microbatches: int) -> Plan:
         num_devices=PROCESSES,
         num_chunks=chunks,
     )
+    if not plan.pipeline.schedule.orders_by_time:
+        return plan
+    limits = [
+        StageLimit(
+            in_flight=plan.pipeline.in_flight(stage) + PROCESSES, waiting=plan.pipeline.waiting(stage) + PROCESSES
+        )
+        for stage in range(PROCESSES)
+    ]
+    return plan.model_copy(update={"pass_order": best_order(times_of(plan), plan.pipeline, limits)})
+
+
+def times_of(plan: Plan) -> list[StageTimes]:
+    """The times of each part, as the passes are stretched."""
+    forward_s, backward_s, weight_s = (each / plan.num_chunks for each in SECONDS.values())
+    times = StageTimes(forward_s=forward_s, backward_s=backward_s + weight_s, weight_s=weight_s)
+    return [times] * len(plan.parts)
 
 
 def seconds_of(plan: Plan) -> dict[str, float]:
@@ -65,9 +87,7 @@ def seconds_of(plan: Plan) -> dict[str, float]:
 
 def simulated(plan: Plan) -> float:
     """The bubble of a step as it is predicted."""
-    forward_s, backward_s, weight_s = (each / plan.num_chunks for each in SECONDS.values())
-    times = StageTimes(forward_s=forward_s, backward_s=backward_s + weight_s, weight_s=weight_s)
-    return simulate([times] * len(plan.parts), plan.pipeline).bubble_share()
+    return simulate(times_of(plan), plan.pipeline).bubble_share()
 
 
 def measured(plan: Plan) -> float:

@@ -18,13 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from published_runs.frameworks import (
-    COMPILED_LOSS_BYTES,
-    FIXED_SEGMENTS_RESERVE,
-    LOSS_NOT_COMPILED,
-    MIXED_16,
-    compiled,
-)
+from published_runs.frameworks import FIXED_SEGMENTS_RESERVE, MIXED_16, compiled, with_compiled_loss
 
 from lever_runs.rows import Row
 from steelyard.engines.automodel import AUTOMODEL
@@ -241,14 +235,14 @@ _FUSED_NORM = "2025-07"
 
 def _torchtitan(row: Row) -> Engine:
     """torchtitan with its loss at once, and with what ``torch.compile`` fuses where a row is compiled: the loss since
-    May 2025."""
+    May 2025. A row's version of torch tells when it ran, where it has one: its date is that of the page."""
     engine = TORCHTITAN.with_options([WHOLE_LOSS])
     kernels, execution = engine.execution.kernels, engine.execution
     assert kernels is not None, "of torchtitan"
     if row.text("compile") == "1":
         kernels = compiled(kernels)
-        if not LOSS_NOT_COMPILED.match(row.text("date")):
-            kernels = replace(kernels, loss_bytes=COMPILED_LOSS_BYTES)
+        version = row.text("torch_version")
+        kernels = with_compiled_loss(kernels, f"torch {version}" if version else row.text("date"))
     elif row.text("date") < _FUSED_NORM:
         kernels = replace(kernels, norm=False)
     if "async" in row.text("notes") and "async_tp" in row.text("lever"):

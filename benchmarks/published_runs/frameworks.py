@@ -367,10 +367,18 @@ def compiled(kernels: Kernels) -> Kernels:
 
 _UNFUSED = ("graph_trainer", "aot_eager", "compiler toolkit")
 """Backends of torch.compile in torchtitan that run the captured graph as it is, without inductor."""
-COMPILED_LOSS_BYTES = (4, 2)
+_COMPILED_LOSS_BYTES = (4, 2)
 """Bytes of a logit at most, and kept, of a loss that inductor makes one kernel of."""
-LOSS_NOT_COMPILED = re.compile(r"2024-|2025-0[1-4]|torch 2\.7|graph")
-"""Versions in which compiling the loss stands in comments, as it "causes CUDA errors", and those that capture it."""
+_LOSS_NOT_COMPILED = re.compile(r"2024-|2025-0[1-4]|torch 2\.7")
+"""Versions in which compiling the loss stands in comments, as it "causes CUDA errors"."""
+
+
+def with_compiled_loss(kernels: Kernels, version: str) -> Kernels:
+    """Return the kernels of torchtitan, compiled, with the loss as a version has it: eager until April 2025, and then
+    in one kernel, but for those that capture a graph, which keep logits and gradients in 32 bits."""
+    if _LOSS_NOT_COMPILED.search(version):
+        return replace(kernels, loss=False)
+    return kernels if "graph" in version else replace(kernels, loss_bytes=_COMPILED_LOSS_BYTES)
 
 
 def _torchtitan_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
@@ -385,8 +393,8 @@ def _torchtitan_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     is_fused = run.text("compile") == "True" and ("inductor" in name or not any(each in name for each in _UNFUSED))
     if not has_loss_in_pieces(run):
         kernels = replace(kernels, loss_pieces=1)
-    if is_fused and not LOSS_NOT_COMPILED.search(name):
-        kernels = replace(kernels, loss_bytes=COMPILED_LOSS_BYTES)
+    if is_fused:
+        kernels = with_compiled_loss(kernels, name)
     if _dispatcher(run, Execution()) == "deep" or (is_fused and month is not None and month[0] >= "2026-06"):
         kernels = replace(kernels, eager_routing=False)
     if run.text("act_ckpt") == "selective" and (detail == "graph pass" or "op" in detail):

@@ -39,6 +39,7 @@ Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(ge=1e-12, le=MOST_SECONDS, allow_inf_nan=False)]
 BytesPerS = Annotated[float, Field(ge=1, le=MOST_PER_S, allow_inf_nan=False)]
+FlopPerS = BytesPerS
 Factor = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 """Factor on a predicted time."""
 Quantity = Annotated[float, Field(ge=-MOST_QUANTITY, le=MOST_QUANTITY, allow_inf_nan=False)]

@@ -22,7 +22,20 @@ from tests.modules.split_configs import split_config
 JOB = ("--cluster", "1x4xa100-80gb", "--seq-len", 2048, "--global-batch", 16)
 SMALL = ("llama3.2-1b", *JOB)
 USED_BY_PLAN = {
-    *("choose", "complete", "job", "pins", "price", "problem", "request", "simple", "sizes", "uniform", "variants"),
+    *(
+        "choose",
+        "complete",
+        "job",
+        "pass_order",
+        "pins",
+        "price",
+        "problem",
+        "request",
+        "simple",
+        "sizes",
+        "uniform",
+        "variants",
+    ),
     "why_not",
 }
 """Modules of the planner that a plan on one pool needs: each that it does not need takes a part of its second."""
@@ -370,6 +383,12 @@ def test_pins_that_nothing_meets_are_an_error_that_names_them(
     assert error.field == "--pin"
     assert error.found == named
     assert reason in f"{error.expected}; {error.hint}"
+
+
+def test_a_short_option_that_nothing_meets_is_named_as_it_was_written(run: Run) -> None:
+    error = user_error(run("plan", *SMALL, "--tp", 3))
+    assert error.found == "'tp=3' (--tp 3)"
+    assert "tp 3 does not divide the" in error.expected
 
 
 @pytest.mark.parametrize("beside", [("--global-batch", "max"), ("--objective", "devices"), ("--profile", "p.json")])

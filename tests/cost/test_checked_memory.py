@@ -20,6 +20,7 @@ from tests.modules.split_configs import split_config
 from tests.runtime.family_cases import SPLITS
 from tests.runtime.models import FAMILY_CONFIGS
 from tests.sample import sampled
+from tests.schedules.examples import in_own_order
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 256, "num_key_value_heads": 4}
 SEQ_LEN = 128
@@ -145,6 +146,25 @@ CASES = {
         schedule="interleaved-zero-bubble",
         chunks=2,
         precision="fp32",
+    ),
+    "own order": Case(
+        stages=("dp2, dp2", "dp2", "dp2", "dp2, dp2"), devices=4, schedule="zero-bubble-auto", chunks=2, microbatches=8
+    ),
+    "own order, full remat": Case(
+        stages=("fsdp2, fsdp2 remat=full", *["fsdp2 remat=full"] * 2, "fsdp2 remat=full, fsdp2"),
+        devices=4,
+        schedule="zero-bubble-auto",
+        chunks=2,
+        microbatches=8,
+        most=1.2,
+    ),
+    "own order, tp, zero1 and zero2": Case(
+        stages=("tp2, tp2+sp", "fsdp2 zero1", "tp2+sp remat=selective", "fsdp2 zero1, fsdp2 zero2"),
+        devices=4,
+        schedule="zero-bubble-auto",
+        chunks=2,
+        microbatches=8,
+        most=1.25,
     ),
     "tp, fp32": Case(stages=_all("tp2"), devices=2, precision="fp32"),
     "tp sp, large vocabulary": Case(stages=_all("tp2+sp"), devices=2, vocab=4096),
@@ -307,7 +327,7 @@ CASES = {
 
 
 NIGHTLY = {
-    "zero bubble, few tokens, fp32",
+    *("zero bubble, few tokens, fp32", "own order, full remat"),
     *("zero1, two stages, gpipe, few tokens", "zero1, three stages of many microbatches", "zero1, interleaved"),
     *("fsdp", "fsdp zero2", "fsdp remat full", "fsdp selective", "tp, fp32", "interleaved", "hybrid"),
     *("cp", "cp inside fsdp", "ulysses", "experts of sharded layers"),
@@ -353,9 +373,10 @@ def job_of(case: Case) -> Job:
 
 
 def _plan(case: Case, of: Job) -> Plan:
-    return plan(
+    found = plan(
         of, *case.stages, num_microbatches=case.num_microbatches, schedule=case.schedule, num_chunks=case.chunks
     )
+    return in_own_order(found) if found.pipeline.schedule.orders_by_time else found
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.native import NATIVE
 from steelyard.engines.torchtitan import TORCHTITAN
 from steelyard.hardware import parse_cluster
+from steelyard.levers import Levers
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.model.read import load_model
 from steelyard.profiles.profile import LayerProfile, Profile
@@ -163,6 +164,22 @@ def test_a_module_that_is_computed_again_is_not_kept(module: Module) -> None:
     assert (again.work.num_kernels > 0) == (SAVED[module] > 0)
     assert again.work.matmul_flop.at(1) == (2 * 32 * 3 * 64 * 256 if module == "mlp" else 0)
     assert (again.work.attention_flop.at(1) > 0) == (module == "core_attn")
+
+
+@pytest.mark.parametrize(("word", "gathers"), [("tensorwise", True), ("rowwise", False)])
+def test_hidden_states_are_cast_before_they_are_gathered_if_a_tensor_has_one_scale(word: str, gathers: bool) -> None:
+    """On each rank, its own tokens; a pass gathers one byte an entry instead of two, and scatters two."""
+    low = Levers.of({"float8": word}).effects.low_precision
+    assert low is not None
+    lows = (low, replace(low, before_gather=False))
+    cast, later = (decoder_layer(SHAPE, FUSED, BLOCK, tp=2, sp=True, low=each) for each in lows)
+    both = 2 * 2 * SHAPE.hidden * SHAPE.seq_len
+    for found in (cast.forward_collectives, cast.backward_collectives):
+        sizes = {each.kind: each.tensor_bytes.at(1) / both for each in found}
+        assert sizes.pop("all_reduce", 0.0) == (8 * found[-1].count / both if gathers else 0.0)
+        assert sizes == {"all_gather": 0.5 if gathers else 1.0, "reduce_scatter": 1.0}
+    fewer = later.forward.memory_bytes.at(1) - cast.forward.memory_bytes.at(1)
+    assert fewer == (5 * 2 * SHAPE.hidden * SHAPE.seq_len / 2 if gathers else 0)
 
 
 def test_a_feed_forward_part_that_is_computed_again_is_exchanged_again() -> None:

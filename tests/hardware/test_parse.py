@@ -58,6 +58,21 @@ def test_a_text_that_is_no_cluster_says_what_to_write(text):
         parse_cluster(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("64xh100", "8x8xh100-80gb"),
+        ("8xH100-80gb", "1x8xh100-80gb"),
+        ("12xh100", "1x12xh100-80gb"),
+        ("h100", "1x1xh100-80gb"),
+        ("4xsomething", "1x8xa100-80gb"),
+    ],
+)
+def test_a_cluster_without_nodes_is_answered_with_what_was_meant(text, meant):
+    with pytest.raises(InvalidClusterError, match=f"--cluster {meant}"):
+        parse_cluster(text)
+
+
 @pytest.mark.parametrize("text", ["0x8xa100-80gb", "1x0xa100-80gb"])
 def test_counts_of_zero_are_an_error(text):
     with pytest.raises(InvalidClusterError, match="above zero"):

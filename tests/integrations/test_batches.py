@@ -46,7 +46,7 @@ def test_labels_that_are_shifted_already_stay() -> None:
         ({"labels": None}, "input_ids and labels"),
         ({"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]] * 2)}, "padding before tokens"),
         ({"attention_mask": torch.ones(2, 1, 6, 6)}, "attention masks of the batch's own"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)}, "one sequence in each sample"),
+        ({"decoder_input_ids": TOKENS + 1}, "decoder_input_ids of the batch's own"),
         ({"token_type_ids": torch.ones_like(TOKENS)}, "one segment"),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, "packing_strategy='wrapped'"),
         ({"pixel_values": torch.zeros(2, 3)}, "a batch with pixel_values"),
@@ -60,15 +60,25 @@ def test_what_the_plan_cannot_train_on_is_refused(given: dict[str, Any], words: 
     assert words in str(error.value)
 
 
-def test_attention_that_is_not_causal_takes_no_padding() -> None:
-    with pytest.raises(InvalidDataError, match="the 8 tokens of the plan's samples"):
-        planned_batch(batch(), plan("bert"))
+def test_attention_that_is_not_causal_is_given_a_mask_of_padding() -> None:
+    found = planned_batch(batch(attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0]] * 2)), plan("bert"))
+    assert found.model_kwargs is not None
+    assert found.model_kwargs([1])["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0, 0, 0]]
+    assert found.model_kwargs([3])["attention_mask"].tolist() == [[1] * 8]  # attention to nothing is undefined
     eight = torch.ones(2, 8).long()
-    mask = torch.ones(2, 8)
-    mask[:, 6:] = 0
-    with pytest.raises(InvalidDataError, match="samples of one length"):
-        planned_batch({"input_ids": eight, "labels": eight, "attention_mask": mask}, plan("bert"))
-    assert planned_batch({"input_ids": eight, "labels": eight}, plan("bert")).num_targets == 16
+    assert planned_batch({"input_ids": eight, "labels": eight}, plan("bert")).model_kwargs is None
+
+
+def test_packed_sequences_keep_their_positions() -> None:
+    places = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
+    found = planned_batch(batch(position_ids=places), plan())
+    assert {name: each.tolist()[:1] for name, each in found.arguments.items()} == {
+        "position_ids": [[0, 1, 2, 0, 1, 2, 0, 0]]
+    }
+    # transformers does not separate them if it is given a mask
+    both = planned_batch(batch(position_ids=places, attention_mask=torch.ones_like(TOKENS)), plan())
+    assert list(both.arguments) == ["position_ids", "attention_mask"]
+    assert not planned_batch(batch(position_ids=torch.arange(6)[None]), plan()).arguments
 
 
 def test_images_have_a_label_each() -> None:

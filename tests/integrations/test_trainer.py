@@ -35,6 +35,8 @@ def assert_same(history: list[dict[str, float]], expected: list[dict[str, float]
 @pytest.mark.parametrize("name", PLANS)
 def test_losses_learning_rates_and_evaluations_are_those_of_one_process(found: dict[str, Any], name: str) -> None:
     history, expected = found["planned"][name], found["alone"][name]
+    if name == "seq2seq":  # Trainer leaves out a head that is tied to the embedding, which on a stage is a copy
+        history, expected = ([{**entry, "total_flos": 0.0} for entry in each] for each in (history, expected))
     assert_same(history[:-1], expected[:-1])
     losses = [entry["loss"] for entry in history if "loss" in entry]
     assert len(losses) == STEPS

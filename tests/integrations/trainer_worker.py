@@ -43,6 +43,8 @@ PLANS: dict[str, Callable[[], Plan]] = {
     ),
     "cp": partial(make_plan, LLAMA, "cp4, fsdp2-cp2, dp2-cp2, cp4", **_FOUR),
     "ep": partial(make_plan, FAMILY_CONFIGS["mixtral"], "fsdp4, fsdp4 ep2, dp4 ep2, dp4", **_FOUR),
+    "packed": partial(make_plan, LLAMA, "dp2, fsdp2", "tp2, tp2+sp", **_FOUR),
+    "seq2seq": partial(make_plan, FAMILY_CONFIGS["t5"], "fsdp2, dp2, tp2", "dp2, tp2, tp2, fsdp2", **_FOUR),
     "lora": partial(lora_plan, "lora:r=4", LLAMA, "fsdp4, dp4, fsdp2-tp2, fsdp4", **_FOUR),
 }
 
@@ -63,6 +65,16 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
         if index % 3 == 0:
             labels[13:], mask[13:] = -100, 0
         return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
+
+
+class Packed(Sentences):
+    """Two sequences in each sample."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        found = super().__getitem__(index)
+        del found["attention_mask"]
+        first = 3 + index % 8
+        return {**found, "position_ids": torch.cat([torch.arange(first), torch.arange(16 - first)])}
 
 
 def arguments(folder: Path, **given: Any) -> TrainingArguments:
@@ -88,9 +100,15 @@ def arguments(folder: Path, **given: Any) -> TrainingArguments:
     )
 
 
+def logits_of(predicted: Any) -> np.ndarray:
+    """Logits, which an encoder's states follow in one process."""
+    found: np.ndarray = predicted.predictions[0] if isinstance(predicted.predictions, tuple) else predicted.predictions
+    return found
+
+
 def accuracy(predicted: EvalPrediction) -> dict[str, float]:
     """Metrics of logits and labels: how often the most probable token is right, and the sum of all logits."""
-    logits, labels = predicted.predictions[:, :-1], predicted.label_ids[:, 1:]
+    logits, labels = logits_of(predicted)[:, :-1], predicted.label_ids[:, 1:]
     is_target = labels != -100
     right = (logits.argmax(-1) == labels)[is_target].mean()
     return {
@@ -100,8 +118,12 @@ def accuracy(predicted: EvalPrediction) -> dict[str, float]:
     }
 
 
-def data(vocab_size: int) -> dict[str, Any]:
-    return {"train_dataset": Sentences(44, vocab_size), "eval_dataset": Sentences(13, vocab_size)}
+def data(vocab_size: int, kind: type[Sentences] = Sentences) -> dict[str, Any]:
+    return {"train_dataset": kind(44, vocab_size), "eval_dataset": kind(13, vocab_size)}
+
+
+def data_of(name: str, plan: Plan) -> dict[str, Any]:
+    return data(plan.chain().vocab_size, Packed if name == "packed" else Sentences)
 
 
 def whole_model(plan: Plan) -> torch.nn.Module:
@@ -115,21 +137,21 @@ def history_of(trainer: Trainer) -> list[dict[str, float]]:
     """Logged history, and metrics of logits that are predicted after it."""
     trainer.compute_metrics = accuracy
     predicted = trainer.predict(trainer.eval_dataset)
-    shapes = {"logits": list(predicted.predictions.shape), "labels": list(predicted.label_ids.shape)}
+    shapes = {"logits": list(logits_of(predicted).shape), "labels": list(predicted.label_ids.shape)}
     return [*trainer.state.log_history, predicted.metrics | shapes]
 
 
-def train_alone(plan: Plan, folder: Path) -> list[dict[str, float]]:
+def train_alone(name: str, plan: Plan, folder: Path) -> list[dict[str, float]]:
     """Log of plain Trainer in one process."""
     batch = {f"per_device_{what}_batch_size": plan.global_batch for what in ("train", "eval")}
-    trainer = Trainer(whole_model(plan), arguments(folder, **batch), **data(plan.chain().vocab_size))
+    trainer = Trainer(whole_model(plan), arguments(folder, **batch), **data_of(name, plan))
     trainer.train()
     return history_of(trainer)
 
 
 def write_references(path: Path) -> None:
     torch.set_num_threads(1)
-    found = {name: train_alone(make(), path.parent) for name, make in PLANS.items()}
+    found = {name: train_alone(name, make(), path.parent) for name, make in PLANS.items()}
     path.write_text(json.dumps(found))
 
 
@@ -155,7 +177,7 @@ def as_by_torchrun() -> Iterator[None]:
 def train_planned(name: str, folder: Path, *, resume: Path | None = None, **given: Any) -> PlanTrainer:
     """Train under a plan, from the beginning or a checkpoint."""
     plan = PLANS[name]()
-    trainer = PlanTrainer(whole_model(plan), arguments(folder, **given), plan=plan, **data(plan.chain().vocab_size))
+    trainer = PlanTrainer(whole_model(plan), arguments(folder, **given), plan=plan, **data_of(name, plan))
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     return trainer
 

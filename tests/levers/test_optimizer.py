@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from steelyard.cli import plan as plan_command
 from steelyard.cli.levers import with_levers
-from steelyard.cost.compute import optimizer_s
+from steelyard.cost.compute import optimizer_s, products_s
 from steelyard.cost.job import DeviceGroup, Job
 from steelyard.cost.layer_load import hidden_matrices
 from steelyard.cost.predict import predict_memory
@@ -29,7 +29,8 @@ from steelyard.planning.complete import find_plan
 from steelyard.runtime.dry_run import dry_run
 from steelyard.tracer.cache import cached_trace
 from steelyard.tracer.packaged import packaged_trace
-from tests.cost.examples import CONFIG
+from tests.cost.examples import CONFIG, measured_profile
+from tests.cost.examples import job as model_job
 from tests.jobs import make_job
 from tests.runtime.models import make_plan
 
@@ -157,6 +158,16 @@ def test_the_seconds_of_a_measured_optimizer_are_what_was_measured_of_it() -> No
     of = job("adamw-8bit")
     measured = {"optimizer_s_per_param": 2e-9, "optimizers": {"adamw-8bit": 7e-9, "sgd": 1e-9}}
     assert optimizer_s(1e9, of.on(profile=of.profile.model_copy(update=measured))) == pytest.approx(7.0)
+
+
+def test_the_products_of_muon_on_a_cpu_take_the_measured_rate_of_bf16() -> None:
+    of = model_job(parse_cluster("1x2xcpu"), precision="fp32")
+    measured = measured_profile(of.chain, num_devices=2)
+    layer = next(each for each in measured.layers if each.kind == "block")
+    rate = layer.forward.matmul_flop.per_sample * 1e3
+    older, newer = (of.on(profile=measured.model_copy(update={"bf16_flop_per_s": each})) for each in (None, 4 * rate))
+    assert products_s(rate, 0.0, layer, older) == pytest.approx(1.0)
+    assert products_s(rate, 0.0, layer, newer) == pytest.approx(0.25)
 
 
 def test_the_seconds_of_muon_are_those_of_its_products_and_bytes() -> None:

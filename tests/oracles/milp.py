@@ -94,10 +94,12 @@ def solve(tables: CostTables, budget_bytes: int, time_limit_s: float = 120.0) ->
     cost = np.zeros(num_columns)
     cost[first_time : first_time + stages] = 1.0
     cost[slowest] = tables.pipeline.num_microbatches - 1
-    return _run(rows, cost, len(flat), first_arc + len(arcs), time_limit_s)
+    return solve_rows(rows, cost, len(flat), first_arc + len(arcs), time_limit_s)
 
 
-def _run(rows: Rows, cost: np.ndarray, num_binary: int, num_unit: int, time_limit_s: float) -> tuple[float, float]:
+def solve_rows(
+    rows: Rows, cost: np.ndarray, num_binary: int, num_unit: int, time_limit_s: float
+) -> tuple[float, float]:
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(cost), len(rows.low)
     lp.col_cost_, lp.col_lower_ = cost, np.zeros(len(cost))

@@ -165,6 +165,11 @@ def test_blocks_that_are_kept_share_their_table() -> None:
     small = shrunk_plan(plan).chain()
     table = "block.layer.0.SelfAttention.relative_attention_bias.weight"
     assert [each.copies for each in small.shared[1:]] == [((1, table), (2, table)), ((4, table), (5, table))]
+    scaled = [
+        each.split.model_dump()["head_calls"] for each in (small, chain_from_config(dict(small.config), name="t5"))
+    ]
+    assert scaled[0] == scaled[1]
+    assert scaled[0] != chain.split.model_dump()["head_calls"]
 
 
 @pytest.mark.slow

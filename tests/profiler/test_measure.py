@@ -53,6 +53,7 @@ def test_what_a_step_takes_beside_its_layers_is_positive(profile):
     assert profile.optimizer_s_per_param > 0
     assert profile.optimizers.keys() == {"adamw-8bit", "adamw-4bit", "adafactor", "sgd"}
     assert min(profile.optimizers.values()) > 0
+    assert profile.bf16_flop_per_s > 1e6
     assert profile.step_overhead_s > 0
     assert [each.group_size for each in profile.sharding] == [2]
     assert 1 <= profile.overlap_slowdown <= 2

@@ -60,6 +60,7 @@ def measured_by_four() -> Profile:
         "collectives": tuple(collectives),
         "optimizer_s_per_param": 1e-9,
         "optimizers": {"sgd": 2e-9},
+        "bf16_flop_per_s": 1e9,
         "sharding": (ShardingTime(group_size=2, seconds=1.0), ShardingTime(group_size=4, seconds=1.0)),
     }
     return Profile.model_validate(found.model_copy(update=changes).model_dump())
@@ -76,6 +77,7 @@ def test_fewer_processes_than_were_measured_are_as_fast_as_so_few_of_them() -> N
     assert [(each.group_size, each.strided) for each in two.collectives] == [(2, False)]
     assert [each.group_size for each in two.sharding] == [2]
     assert (two.optimizer_s_per_param, two.optimizers) == (1e-9 / 1.6, {"sgd": 2e-9 / 1.6})
+    assert two.bf16_flop_per_s == 1.6e9
 
 
 def test_one_process_has_no_collectives_and_shares_no_cores() -> None:

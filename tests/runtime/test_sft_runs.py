@@ -1,7 +1,7 @@
-"""Tests of runs on prompts with completions and on conversations, against plain PyTorch on the same rows.
+"""Tests of runs on prompts with completions, conversations and pairs, against plain PyTorch on the same rows.
 
 The reference tokenizes by itself, fills samples up as collators of transformers do, with a mask, and takes the loss
-that transformers' model has for labels.
+that transformers' model has for labels. Its rows are never packed.
 """
 
 import json
@@ -9,19 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from steelyard.plan.plan import Plan
 from steelyard.runtime.data.order import SampleOrder
+from steelyard.runtime.data.packing import pack
 from steelyard.runtime.data.prepare import prepare_data
 from steelyard.runtime.options import TrainOptions
 from tests.integrations.test_lora_example import write_model
+from tests.modules.split_configs import split_config
 from tests.runtime.adapter_runs import run_all
-from tests.runtime.models import CONFIGS, make_plan
+from tests.runtime.family_cases import SPLITS
+from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 
 pytestmark = pytest.mark.processes
 
@@ -30,9 +35,14 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
 STEPS, BATCH, SEQ_LEN, LR = 6, 8, 16, 1e-2
+STAGES = ("fsdp2, dp2, tp2", "dp2, tp2, tp2 remat=full, fsdp2")
+"""Stages of a model with two blocks in its encoder and two in its decoder, cut before the decoder."""
 RUN = TrainOptions(
     steps=STEPS, lr=LR, warmup_steps=0, schedule="constant", weight_decay=0.0, betas="0.8,0.9", eval_every=3
 )
+
+
+ENCODER_DECODERS = {"t5": FAMILY_CONFIGS["t5"] | {"vocab_size": 128}, "bart": split_config("bart")}
 
 
 def _plan(*stages: str, num_microbatches: int = 2) -> Plan:
@@ -64,6 +74,17 @@ def _conversations(count: int) -> list[dict[str, Any]]:
     ]
 
 
+def _write_encoder_decoder(folder: Path, config: dict[str, Any]) -> None:
+    """A model whose tokenizer ends sources and targets."""
+    write_model(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    end = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = end
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**config)).save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sft")
@@ -78,12 +99,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = replace(pairs, eval_data=Path(f"{folder}/pairs.jsonl@train[32:]"))
     saved = replace(pairs, checkpoint_dir=folder / "saved", checkpoint_every=3, metrics=None)
     mixture = (f"{folder}/pairs.jsonl:3", f"{folder}/talks.parquet:1")
+    for name, config in ENCODER_DECODERS.items():
+        _write_encoder_decoder(folder / name, config)
     sharded = _plan("fsdp4, fsdp2-tp2+sp, dp2-tp2, fsdp4")
     pipeline = _plan("dp2, fsdp2", "tp2, dp2", num_microbatches=4)
     mixed = replace(init, dataset=mixture, steps=2)
-    for options in (pairs, init, mixed):  # as the launcher does
+    packed = replace(pairs, packing="bfd", dataset=(f"{folder}/pairs.jsonl",), metrics=folder / "packed.metrics")
+    texts = replace(init, sft=False, packing="bfd_split", text_key="prompt", dataset=packed.dataset)
+    sizes = {"num_devices": 4, "global_batch": BATCH, "num_microbatches": 2, "seq_len": SEQ_LEN}
+    encoder_decoders = {
+        f"{name}, {stages[0]}": (
+            make_plan(config, *stages, **sizes, split=SPLITS.get(name)),
+            replace(pairs, init=folder / name, metrics=folder / f"{name}.metrics", eval_data=None),
+        )
+        for name, config, stages in (
+            ("t5", ENCODER_DECODERS["t5"], STAGES),
+            ("t5", ENCODER_DECODERS["t5"], ("fsdp4, tp2-fsdp2, dp4 remat=full, fsdp2-tp2, tp4, fsdp4, dp2-tp2",)),
+            ("bart", ENCODER_DECODERS["bart"], STAGES),
+        )
+    }
+    for plan, options in (
+        *((pipeline, each) for each in (pairs, init, mixed, packed, texts)),
+        *encoder_decoders.values(),
+    ):  # as the launcher does
         for rows in (options.source(None), options.eval_source):
-            prepare_data(rows, options.text, seq_len=SEQ_LEN)
+            prepare_data(rows, options.text, plan)
     run_all(
         folder,
         [
@@ -92,6 +132,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("gone on", pipeline, replace(saved, allow_change="steps")),
             ("talks", pipeline, init),
             ("mixture", sharded, mixed),
+            ("packed", sharded, packed),
+            ("packed, in stages", pipeline, replace(packed, eval_data=None, metrics=None)),
+            ("texts", pipeline, texts),
+            *((name, *run) for name, run in encoder_decoders.items()),
         ],
     )
     return folder
@@ -123,9 +167,9 @@ def _loss(model: torch.nn.Module, rows: list[Row]) -> torch.Tensor:
         {"input_ids": tokens, "labels": labels, "attention_mask": [1] * len(tokens)}
         for tokens, labels in ((tokens[:SEQ_LEN], labels[:SEQ_LEN]) for tokens, labels in rows)
     ]
-    length = max(len(part["labels"]) for part in parts)
+    length = {name: max(len(part[name]) for part in parts) for name in batch}
     tensors = {
-        name: torch.tensor([part[name] + [empty] * (length - len(part[name])) for part in parts])
+        name: torch.tensor([part[name] + [empty] * (length[name] - len(part[name])) for part in parts])
         for name, empty in batch.items()
     }
     loss: torch.Tensor = model(**tensors).loss
@@ -134,20 +178,35 @@ def _loss(model: torch.nn.Module, rows: list[Row]) -> torch.Tensor:
 
 def _reference(folder: Path, rows: list[Row], held_out: list[Row], steps: int = STEPS) -> tuple[list[float], float]:
     """Losses of steps, and that of other rows after the last."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.8, 0.9), weight_decay=0.0)
     rows = [(tokens, labels) for tokens, labels in rows if any(each != -100 for each in labels[1:SEQ_LEN])]
-    order = SampleOrder(num_samples=len(rows), seed=0)
-    losses = []
+    losses, _, loss = _trained(folder / "model", [[row] for row in rows], held_out, steps)
+    return losses, loss
+
+
+def _trained(
+    model_folder: Path, samples: list[list[Row]], held_out: list[Row] | None = None, steps: int = STEPS
+) -> tuple[list[float], list[float], float]:
+    """Losses and gradient norms of steps on samples of one row or more, and the loss of other rows after the last."""
+    config = AutoConfig.from_pretrained(model_folder)
+    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = auto_class.from_pretrained(model_folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.8, 0.9), weight_decay=0.0)
+    order = SampleOrder(num_samples=len(samples), seed=0)
+    losses, norms = [], []
     for step in range(steps):
-        loss = _loss(model, [rows[order.data_sample(step * BATCH + place)] for place in range(BATCH)])
+        taken = [samples[order.data_sample(step * BATCH + place)] for place in range(BATCH)]
+        loss = _loss(model, [row for rows in taken for row in rows])
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     with torch.no_grad():
-        return losses, _loss(model, held_out).item() if held_out else 0.0
+        return losses, norms, _loss(model, held_out).item() if held_out else 0.0
+
+
+def _norms(path: Path) -> list[float]:
+    return [json.loads(line)["grad_norm"] for line in path.read_text().splitlines()]
 
 
 def _losses(folder: Path, name: str) -> list[float]:
@@ -187,3 +246,43 @@ def test_losses_of_conversations_are_those_of_plain_pytorch(folder: Path) -> Non
 
 def test_a_mixture_of_both_trains(folder: Path) -> None:
     assert len(_losses(folder, "mixture")) == 2
+
+
+def test_packed_rows_train_as_if_each_had_a_sample_of_its_own(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    made = [(tokens[:SEQ_LEN], labels[:SEQ_LEN]) for tokens, labels in (_pair(tokenizer, row) for row in _pairs(37))]
+    rows = [(tokens, labels) for tokens, labels in made if set(labels) != {-100}]
+    packed = pack(np.array([len(tokens) for tokens, _ in rows]), SEQ_LEN)
+    losses, norms, held_out = _trained(folder / "model", [[rows[row] for row in of] for of in packed], rows[-5:])
+    assert max(map(len, packed)) > 2
+    for name in ("packed", "packed, in stages"):  # rounding of the first steps grows in AdamW to 3e-5 in the last
+        assert _losses(folder, name)[:4] == pytest.approx(losses[:4], rel=2e-6)
+        assert _losses(folder, name) == pytest.approx(losses, rel=1e-4)
+    assert _norms(folder / "packed.metrics")[:4] == pytest.approx(norms[:4], rel=2e-5)
+    last = json.loads((folder / "packed.metrics").read_text().splitlines()[-1])
+    assert last["eval_loss"] == pytest.approx(held_out, rel=2e-5)
+
+
+def test_texts_longer_than_a_sample_are_cut_and_packed(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    texts = [[*tokenizer.encode(row["prompt"]), tokenizer.eos_token_id] for row in _pairs(37)]
+    cut = [text[begin : begin + SEQ_LEN] for text in texts for begin in range(0, len(text), SEQ_LEN)]
+    packed = pack(np.array([len(text) for text in cut]), SEQ_LEN)
+    losses, _, _ = _trained(folder / "model", [[(cut[row], cut[row]) for row in of] for of in packed])
+    assert len(cut) == 38
+    assert _losses(folder, "texts") == pytest.approx(losses, rel=2e-5)
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_pairs_of_an_encoder_decoder_model_train_as_in_one_process(folder: Path, name: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / name)
+    sources, targets = (tokenizer([row[key] for row in _pairs(32)]).input_ids for key in ("prompt", "completion"))
+    sources = [[*source[: SEQ_LEN - 1], 1] if len(source) > SEQ_LEN else source for source in sources]
+    losses, norms, _ = _trained(folder / name, [[row] for row in zip(sources, targets, strict=True)])
+    runs = [run for run in json.loads((folder / "losses.json").read_text()) if run.startswith(f"{name},")]
+    runs = [run for run in runs if not run.endswith("imbalance")]
+    assert len(runs) == (2 if name == "t5" else 1)
+    for run in runs:
+        assert _losses(folder, run) == pytest.approx(losses, rel=2e-5)
+    assert _norms(folder / f"{name}.metrics") == pytest.approx(norms, rel=1e-4)
+    assert losses[-1] < losses[0] - 0.1

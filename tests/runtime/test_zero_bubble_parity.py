@@ -1,10 +1,12 @@
 """Tests that split backward passes train as one process does."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from steelyard.plan.shrink import TOLERANCES
+from steelyard.schedules.pass_rows import write_row
 from tests.runtime.processes import run_parity
 from tests.runtime.zero_bubble_cases import CASES, NIGHTLY
 from tests.sample import asked, sampled
@@ -37,6 +39,14 @@ def test_losses_gradients_and_norms_equal_one_process(results: dict[str, dict[st
 @pytest.mark.parametrize("name", sampled([*PLANS, *BF16], [*SAMPLE, *BF16]))
 def test_the_runtime_applied_the_strategies_of_the_plan(results: dict[str, dict[str, Any]], name: str) -> None:
     assert results[name]["strategies"] == [str(strategy) for strategy in CASES[name].plan.strategies]
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.plan.pass_order])
+def test_an_order_of_its_own_is_not_the_usual_one(name: str) -> None:
+    pipeline = CASES[name].plan.pipeline
+    usual = replace(pipeline, pass_order=())
+    rows = [write_row(usual.passes(stage), stage, usual.num_stages) for stage in range(usual.num_stages)]
+    assert all(ordered != row for ordered, row in zip(pipeline.pass_order, rows, strict=True))
 
 
 def test_gradients_that_wait_for_ever_fail_the_comparison(results: dict[str, dict[str, Any]]) -> None:

@@ -1,9 +1,14 @@
 """Split backward passes under every kind of sharding and recomputation, on 4 and 8 processes."""
 
 from functools import partial
+from typing import Any
 
+from steelyard.plan.plan import Plan
 from tests.runtime.cases import Case
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
+from tests.schedules.examples import in_own_order
+
+ORDERED = "zero-bubble-auto"
 
 
 def _case(
@@ -13,12 +18,13 @@ def _case(
     num_microbatches: int = 4,
     num_steps: int = 2,
     fault: str | None = None,
+    schedule: str = "interleaved-zero-bubble",
     **options: str,
 ) -> Case:
     """Parts of the model in two chunks a stage."""
     num_blocks = sum(len(part.split(",")) for part in parts) - 2
     make = partial(
-        make_plan,
+        _in_own_order if schedule == ORDERED else make_plan,
         FAMILY_CONFIGS[config] | {"num_hidden_layers": num_blocks},
         *parts,
         num_chunks=2,
@@ -26,10 +32,14 @@ def _case(
         num_microbatches=num_microbatches,
         global_batch=4 * num_microbatches,
         seq_len=16,
-        schedule="interleaved-zero-bubble",
+        schedule=schedule,
         **options,
     )
     return Case(make=make, num_steps=num_steps, fault=fault)
+
+
+def _in_own_order(*arguments: Any, **options: Any) -> Plan:
+    return in_own_order(make_plan(*arguments, **options))
 
 
 _EVERY_MODE = (
@@ -43,6 +53,8 @@ CASES: dict[str, Case] = {
     "every mode, bf16": _case("llama", *_EVERY_MODE, precision="bf16"),
     "control: without weight passes": _case("llama", *_EVERY_MODE, fault="no weight passes", num_steps=1),
     "four stages": _case("llama", *["single"] * 8, num_microbatches=8),
+    "every mode, in an order of its own": _case("llama", *_EVERY_MODE, schedule=ORDERED),
+    "four stages, in an order of their own": _case("llama", *["single"] * 8, num_microbatches=8, schedule=ORDERED),
     "tied, with biases": _case("qwen2", "fsdp2", "dp2", "tp2", "dp2"),
     "experts, sharded": _case("mixtral", "fsdp2 zero1", "fsdp2 zero2", "dp2", "fsdp2"),
     "four stages of two ranks": _case(

@@ -18,6 +18,7 @@ from tests.jobs import make_job
 from tests.runtime.models import make_plan
 
 NAME = "interleaved-zero-bubble"
+NAMES = (NAME, "zero-bubble-auto")
 FOUR_STAGES = {"num_stages": 4, "num_microbatches": 4}
 LEVERS = [{"compile": "blocks"}, {"offload": "activations"}, {"offload": "parameters"}]
 
@@ -28,8 +29,9 @@ def planned(schedule: str) -> Plan:
     return found
 
 
-def test_it_is_planned_with_where_it_is_asked_for() -> None:
-    assert planned(NAME).schedule == NAME
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_planned_with_where_it_is_asked_for(name: str) -> None:
+    assert planned(name).schedule == name
 
 
 def test_bubbles_are_filled_by_the_part_of_backward_passes_that_weights_take() -> None:
@@ -45,31 +47,35 @@ def test_bubbles_are_filled_by_the_part_of_backward_passes_that_weights_take() -
     )
 
 
-def test_no_plan_is_proven_slower_than_it_takes() -> None:
-    prediction = planned(NAME).prediction
+@pytest.mark.parametrize("name", NAMES)
+def test_no_plan_is_proven_slower_than_it_takes(name: str) -> None:
+    prediction = planned(name).prediction
     assert prediction is not None
     assert prediction.lower_bound_s <= prediction.step_time_s
 
 
-def test_it_is_not_searched_beside_others_and_that_is_said() -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_not_searched_beside_others_and_that_is_said(name: str) -> None:
     of = job(num_hidden_layers=8)
-    assert NAME not in {config.pipeline.schedule.name for config in pipeline_configs(of, Decisions())}
-    assert f"{NAME}: searched only where --schedule names it alone" in left_out(of, Decisions())
+    assert name not in {config.pipeline.schedule.name for config in pipeline_configs(of, Decisions())}
+    assert f"{name}: searched only where --schedule names it alone" in left_out(of, Decisions())
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("levers", LEVERS, ids=str)
-def test_levers_whose_blocks_are_not_split_are_refused(levers: dict[str, str]) -> None:
+def test_levers_whose_blocks_are_not_split_are_refused(levers: dict[str, str], name: str) -> None:
     of = replace(job(num_hidden_layers=8), levers=Levers.of(levers))
-    with pytest.raises(UserError, match=f"--schedule: found {NAME} beside --"):
-        pipeline_configs(of, Decisions(schedules=(NAME,)))
-    with pytest.raises(InvalidPlanError, match=f"schedule: found {NAME} beside --"):
-        zero_bubble(levers=levers)
+    with pytest.raises(UserError, match=f"--schedule: found {name} beside --"):
+        pipeline_configs(of, Decisions(schedules=(name,)))
+    with pytest.raises(InvalidPlanError, match=f"schedule: found {name} beside --"):
+        zero_bubble(name, levers=levers)
 
 
-def test_a_script_of_stock_calls_is_refused() -> None:
-    with pytest.raises(UserError, match=rf"pytorch for a plan under {NAME}\n.*whole"):
-        exported(zero_bubble().model_copy(update={"cluster": "1x4xcpu"}), "pytorch")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_of_stock_calls_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=rf"pytorch for a plan under {name}\n.*whole"):
+        exported(zero_bubble(name).model_copy(update={"cluster": "1x4xcpu"}), "pytorch")
 
 
-def zero_bubble(**options: dict[str, str]) -> Plan:
-    return make_plan("llama", *["fsdp2, fsdp2"] * 4, num_chunks=2, num_devices=4, schedule=NAME, **options)
+def zero_bubble(name: str, **options: dict[str, str]) -> Plan:
+    return make_plan("llama", *["fsdp2, fsdp2"] * 4, num_chunks=2, num_devices=4, schedule=name, **options)

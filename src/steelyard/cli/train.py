@@ -23,7 +23,17 @@ from steelyard.runtime.options import DATA_HELP, TrainOptions, flag
 FAULTS = "Failures"
 _GROUPS = {
     "Optimizer": ("warmup_steps", "schedule", "min_lr", "betas", "optimizer", "weight_decay", "max_grad_norm", "seed"),
-    "Data": ("dataset", "sft", "tokenizer", "text_key", "max_data_bytes", "eval_data", "eval_every", "mask_token"),
+    "Data": (
+        "dataset",
+        "sft",
+        "packing",
+        "tokenizer",
+        "text_key",
+        "max_data_bytes",
+        "eval_data",
+        "eval_every",
+        "mask_token",
+    ),
     "Checkpoints and weights": (
         *("checkpoint_every", "keep_last", "no_resume", "allow_change"),
         *("init", "export_hf", "merge"),

@@ -110,9 +110,12 @@ def optimizer_s(num_params: float, job: Job, update_bytes: float | None = None) 
 def products_s(flop: float, num_bytes: float, layer: LayerProfile, job: Job) -> float:
     """Seconds of bf16 matrix products whose operands and results have ``num_bytes`` bytes.
 
-    On a device without a known peak, the measured FLOP rate of the layer's forward pass is used, in its precision.
+    On a device without a known peak, the measured rate is used, or in profiles without one the FLOP rate of the layer's
+    forward pass, in its precision.
     """
     device, rate = job.cluster.device, job.efficiency
+    if device.needs_profile and job.profile.bf16_flop_per_s is not None:
+        return flop / job.profile.bf16_flop_per_s
     if device.needs_profile and layer.times:
         longest = layer.times[-1]
         return flop * longest.forward_s / layer.forward.matmul_flop.at(longest.samples)

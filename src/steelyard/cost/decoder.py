@@ -317,12 +317,26 @@ class _Local:
         readers = (attention, norm), (feed_forward, norm), ({_FEED_FORWARD[2]}, 2 * self.f)
         return own - sum(kept for names, kept in readers if has_dropout or not names & adapted.keys())
 
+    @property
+    def _gathers_in_8_bits(self) -> bool:
+        """Whether what sequence parallelism gathers for a block, hidden states and gradients, is cast before.
+
+        Source: torchao 0.18, float8_tensor_parallel.py (PrepareFloat8ModuleInput, Float8RowwiseParallel), which
+        torchtitan applies to scales of whole tensors (``enable_float8_tensorwise_tp``). Gathered inputs are kept so,
+        and not cast again. The ranks agree on each scale by an all-reduce of one fp64 number: of weights, of inputs
+        (those of attention and of the feed-forward layer once for all), and backwards of weights and gradients. Latent
+        attention has no such form there.
+        """
+        return self.low is not None and self.low.before_gather and self.sp and self.shape.latent is None
+
     def _cast_bytes(self, casts: tuple[tuple[float, int], ...]) -> Affine:
         """Bytes moved by the casts of a pass to 8 bits; ``casts`` has the bytes per entry."""
         (of_inputs, _), (of_weights, _), (of_outputs, _) = (*casts, (0.0, 0))[:3]
         linears, attention = self._linears(), self._linears()[: -3 if self.shape.gated else -2]
         inputs = sum({each for each, _ in attention[:-1]}) + attention[-1][0] + self.shape.hidden + self.f
         outputs = sum(each for _, each in linears)
+        if self._gathers_in_8_bits:  # inputs of attention and feed-forward layer, and gradients of their outputs
+            inputs, outputs = (each - 2 * self.shape.hidden * (1 - self.sigma) for each in (inputs, outputs))
         return Affine(
             constant=of_weights * sum(inputs * outputs for inputs, outputs in linears),
             per_sample=self.tokens * (of_inputs * inputs + of_outputs * outputs),
@@ -642,8 +656,17 @@ class _Local:
     ) -> LayerProfile:
         passes = (Affine(per_sample=transient[0]), Affine(per_sample=transient[1]))
         streams = HALF * self.tokens if role is LayerRole.BLOCK else 0.0
-        there = self._collectives(calls, into=role is not LayerRole.EMBEDDING, out=role is not LayerRole.HEAD)
-        back = self._collectives(calls, into=role is not LayerRole.HEAD, out=role is not LayerRole.EMBEDDING)
+        into, out = role is not LayerRole.EMBEDDING, role is not LayerRole.HEAD
+        there, back = (
+            self._collectives(role, calls, into=each, out=other) for each, other in ((into, out), (out, into))
+        )
+        if role is LayerRole.BLOCK and self._gathers_in_8_bits:
+            weights = len(self._linears())
+            scales = (
+                CollectiveCount(kind="all_reduce", count=count, tensor_bytes=Affine(constant=8 * count))
+                for count in (weights + 4, 2 * weights)
+            )
+            there, back = ((*found, each) for found, each in zip((there, back), scales, strict=True))
         if role is LayerRole.EMBEDDING and (not self.sp or self.adapters is not None):
             back = ()
         added = 0.0
@@ -680,7 +703,7 @@ class _Local:
         choices = [("full", self._fully_again(role, forward), collectives, input_bytes)]
         if role is LayerRole.BLOCK:
             kept = self.tokens * self._selectively_saved_per_token()
-            again = self._collectives(1, into=True, out=True) if "mlp" in self.kernels.selective else ()
+            again = self._collectives(role, 1, into=True, out=True) if "mlp" in self.kernels.selective else ()
             choices.append(("selective", self._selective_work(forward), again, kept))
         return tuple(
             Recomputation(
@@ -694,16 +717,19 @@ class _Local:
             for remat, work, again, kept in choices
         )
 
-    def _collectives(self, calls: int, *, into: bool, out: bool) -> tuple[CollectiveCount, ...]:
+    def _collectives(self, role: LayerRole, calls: int, *, into: bool, out: bool) -> tuple[CollectiveCount, ...]:
         """Return the collectives of a pass: an all-reduce at the end of a tensor-parallel block, or with sp an
         all-gather at its beginning and a reduce-scatter at its end."""
         if self.tp == 1:
             return ()
-        size = Affine(per_sample=calls * self.hidden_bytes)
-        collectives: list[Collective] = []
+        gathered = self.hidden_bytes / (HALF if role is LayerRole.BLOCK and self._gathers_in_8_bits else 1)
+        sizes: dict[Collective, float] = {}
         if self.sp:
-            collectives += ["all_gather"] if into else []
-            collectives += ["reduce_scatter"] if out else []
+            sizes |= {"all_gather": gathered} if into else {}
+            sizes |= {"reduce_scatter": self.hidden_bytes} if out else {}
         elif out:
-            collectives.append("all_reduce")
-        return tuple(CollectiveCount(kind=collective, count=calls, tensor_bytes=size) for collective in collectives)
+            sizes = {"all_reduce": self.hidden_bytes}
+        return tuple(
+            CollectiveCount(kind=collective, count=calls, tensor_bytes=Affine(per_sample=calls * size))
+            for collective, size in sizes.items()
+        )

@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from steelyard.cost.build import border_s, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
 from steelyard.cost.job import Job, JobConfig, stage_configs
 from steelyard.cost.layer import LayerCost, layer_cost, weight_pass_s
 from steelyard.cost.memory import host_bytes, plan_memory
+from steelyard.cost.pass_order import order_bound_s
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.cost.switching import border_table, switch_table
 from steelyard.errors import InvalidPlanError
@@ -21,6 +23,7 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import OWN_TERMS, StagePrediction
 from steelyard.plan.stages import num_slices
 from steelyard.plan.strategy import Strategy
+from steelyard.schedules import PipelineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,28 @@ class PlanCost:
     mfu: float | None
     mfu_attention: str
     """Description of how ``model_flop_per_s`` and ``mfu`` count attention."""
+    order_bound_s: float | None = None
+    """Lower bound of the step time in seconds over all orders of passes of the same plan, whatever their memory; None
+    if its schedule does not take its order from times, or processes share cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTimes:
+    """Times of the passes of a plan, as the simulator takes them."""
+
+    parts: tuple[StageTimes, ...]
+    options: Mapping[str, Any]
+    """Keyword arguments of `simulate`."""
+
+    def timeline(self, pipeline: PipelineConfig) -> Timeline:
+        """Return the simulated step."""
+        return simulate(self.parts, pipeline, **self.options)
+
+
+def pass_times(plan: Plan, job: Job) -> PassTimes:
+    """Return the times of a plan's passes, as in `predict`."""
+    configs = _configs(plan, job)
+    return _pass_times(plan, job, _part_costs(plan, configs, {}), configs)
 
 
 def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) -> PlanCost:
@@ -47,6 +72,38 @@ def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) 
     """
     configs = _configs(plan, job)
     parts = _part_costs(plan, configs, slowed or {})
+    times = _pass_times(plan, job, parts, configs)
+    timeline = times.timeline(configs[0].pipeline)
+    memories = memory_terms([part.layers for part in plan.parts], plan.strategies, configs)
+    on_host = predict_host(plan, job)
+    stages = [
+        StagePrediction(
+            time_s=_time_terms(parts[stage :: plan.num_stages], config, timeline, stage),
+            memory_bytes=memories[stage],
+            host_bytes=on_host[stage],
+        )
+        for stage, config in enumerate(configs)
+    ]
+    overhead_s = max(step_overhead_s(each.job) for each in configs)
+    step_s = timeline.step_time_s + overhead_s
+    tokens_per_s = plan.global_batch * plan.seq_len / step_s / plan.num_devices
+    flop_per_s = model_flop_per_s(configs[0].job, tokens_per_s)
+    return PlanCost(
+        timeline=timeline,
+        step_time_s=step_s,
+        stages=tuple(stages),
+        fits=all(stage.total_bytes <= config.job.budget_bytes for stage, config in zip(stages, configs, strict=True)),
+        tokens_per_s_per_device=tokens_per_s,
+        model_flop_per_s=flop_per_s,
+        mfu=_utilisation(configs, flop_per_s),
+        mfu_attention=job.chain.attention_words(job.seq_len),
+        order_bound_s=order_bound_s(times.parts, configs[0].pipeline) + overhead_s
+        if plan.pipeline.schedule.orders_by_time and not times.options["speeds"]
+        else None,
+    )
+
+
+def _pass_times(plan: Plan, job: Job, parts: Sequence["_PartCost"], configs: Sequence[JobConfig]) -> PassTimes:
     times = [
         StageTimes(
             forward_s=sum(sum(cost.forward_s.values()) for cost in part.layers) + part.switch_s / 2,
@@ -61,34 +118,12 @@ def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) 
     jobs = [each.job for each in configs]
     speeds = [each.profile.stage_speeds(jobs.count(each)) for each in jobs]
     overlaps = job.execution.overlaps_transfers
-    timeline = simulate(
-        times,
-        configs[0].pipeline,
-        overlap_sends=overlaps == "always" or (overlaps == "with chunks" and plan.num_chunks > 1),
-        speeds=list(zip(map(jobs.index, jobs), speeds, strict=True)) if any(speeds) else [],
-    )
-    memories = memory_terms([part.layers for part in plan.parts], plan.strategies, configs)
-    on_host = predict_host(plan, job)
-    stages = [
-        StagePrediction(
-            time_s=_time_terms(parts[stage :: plan.num_stages], config, timeline, stage),
-            memory_bytes=memories[stage],
-            host_bytes=on_host[stage],
-        )
-        for stage, config in enumerate(configs)
-    ]
-    step_s = timeline.step_time_s + max(step_overhead_s(each.job) for each in configs)
-    tokens_per_s = plan.global_batch * plan.seq_len / step_s / plan.num_devices
-    flop_per_s = model_flop_per_s(configs[0].job, tokens_per_s)
-    return PlanCost(
-        timeline=timeline,
-        step_time_s=step_s,
-        stages=tuple(stages),
-        fits=all(stage.total_bytes <= config.job.budget_bytes for stage, config in zip(stages, configs, strict=True)),
-        tokens_per_s_per_device=tokens_per_s,
-        model_flop_per_s=flop_per_s,
-        mfu=_utilisation(configs, flop_per_s),
-        mfu_attention=job.chain.attention_words(job.seq_len),
+    return PassTimes(
+        parts=tuple(times),
+        options={
+            "overlap_sends": overlaps == "always" or (overlaps == "with chunks" and plan.num_chunks > 1),
+            "speeds": list(zip(map(jobs.index, jobs), speeds, strict=True)) if any(speeds) else [],
+        },
     )
 
 

@@ -201,7 +201,7 @@ def simulate(
     """
     num_stages, num_microbatches = pipeline.num_stages, pipeline.num_microbatches
     assert len(parts) == pipeline.num_parts, "one entry for each part of the model"
-    table = _pass_table(parts, pipeline)
+    table = pass_table(parts, pipeline)
     runs = []
     for stage in range(num_stages):
         order = pipeline.passes(stage)
@@ -215,7 +215,8 @@ def simulate(
     return Timeline(step_time_s=max(run.ends_s[-1] for run in runs), pipeline=pipeline, _table=table, _runs=tuple(runs))
 
 
-def _pass_table(parts: Sequence[StageTimes], pipeline: PipelineConfig) -> PassTable:
+def pass_table(parts: Sequence[StageTimes], pipeline: PipelineConfig) -> PassTable:
+    """Return durations and transfers of all passes of a pipeline whose parts have these times."""
     count, num_stages = len(parts), pipeline.num_stages
     consumer = [*range(1, count), 2 * count - 1, -1, *range(count, 2 * count - 1), *[-1] * (2 * count)]
     if pipeline.schedule.splits_backward:

@@ -9,6 +9,7 @@ from steelyard.hardware.files import (
     links,
 )
 from steelyard.hardware.parse import (
+    FULL_NODE,
     cluster_of,
     hardware_file,
     is_as_named,
@@ -19,6 +20,7 @@ from steelyard.hardware.parse import (
 from steelyard.hardware.values import Backend, Cluster, Device, DeviceType, Link, Vendor, joined_pools
 
 __all__ = [
+    "FULL_NODE",
     "Backend",
     "Cluster",
     "Device",

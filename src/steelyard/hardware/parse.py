@@ -13,6 +13,8 @@ from steelyard.hardware.values import Cluster, Device, Link, NodeGroup, joined_p
 from steelyard.limits import MOST_DEVICES
 from steelyard.units import GB, GIB, TERA
 
+FULL_NODE = 8
+"""Devices of a fully populated node."""
 _SHORT = re.compile(r"\s*([0-9]{1,9})\s*x\s*([0-9]{1,9})\s*x\s*(\S.*?)\s*", re.IGNORECASE)
 
 
@@ -72,7 +74,7 @@ def _short(text: str) -> Cluster:
             field="cluster",
             found=repr(text),
             expected="NODESxDEVICESxDEVICE, several of them joined by +, or a path that ends in .yaml",
-            hint="write for example --cluster 1x8xa100-80gb",
+            hint=f"write for example --cluster {_meant(text) or '1x8xa100-80gb'}",
         )
     num_nodes, devices_per_node = int(match.group(1)), int(match.group(2))
     device = files.find_device(match.group(3))
@@ -86,6 +88,18 @@ def _short(text: str) -> Cluster:
         inter_link=inter_link,
     )
     return Cluster(groups=(group,))
+
+
+def _meant(text: str) -> str:
+    """Return the cluster that ``64xh100`` means, in nodes of eight; empty if no device has this name."""
+    match = re.fullmatch(r"(?:([0-9]{1,9})\s*x\s*)?(.+)", text.strip(), re.IGNORECASE)
+    named = match.group(2).lower() if match else ""
+    device = files.known_device(named) or next((each for each in files.devices() if each.name.startswith(named)), None)
+    if not match or not device:
+        return ""
+    count = int(match.group(1) or 1)
+    nodes = count // FULL_NODE if count > FULL_NODE and count % FULL_NODE == 0 else 1
+    return f"{nodes}x{count // nodes}x{device.name}"
 
 
 def pools_from_yaml(text: str, *, where: str = "cluster file", name: str = "cluster") -> Cluster:

@@ -1,10 +1,10 @@
 """Collator batches as the samples of a plan: one shape, with labels at the positions that predict them.
 
-A collator's batch has at most the plan's samples and tokens. Missing samples and tokens are padded at the end, where
-the causal attention of real tokens does not see them, and have no targets. The loss is the mean over the real targets.
+A collator's batch has at most the plan's samples and tokens. Missing samples and tokens are padded at the end and have
+no targets; no real token sees them, because attention is causal or the ``attention_mask`` hides them. Positions that
+begin anew within a sample separate packed sequences. The loss is the mean over the real targets.
 
-Not modelled: padding counts among the tokens that expert routers balance; several documents packed into one sample
-with separate attention.
+Not modelled: padding counts among the tokens that expert routers balance.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,10 @@ from torch.nn import functional
 
 from steelyard.errors import InvalidDataError, UserError
 from steelyard.model.family import Task
-from steelyard.modules.model_inputs import IGNORED
+from steelyard.modules.model_inputs import IGNORED, PER_SAMPLE
 from steelyard.plan.plan import Plan
 from steelyard.runtime.data.tokens import Samples
+from steelyard.runtime.parallel_model import ModelKwargs
 
 _READ: Mapping[Task, str] = {
     Task.CAUSAL_LM: "input_ids",
@@ -27,7 +28,7 @@ _READ: Mapping[Task, str] = {
     Task.SEQ2SEQ_LM: "input_ids",
     Task.IMAGE_CLASSIFICATION: "pixel_values",
 }
-_KNOWN = ("labels", "shift_labels", "attention_mask", "position_ids", "token_type_ids", "num_items_in_batch")
+_KNOWN = ("labels", "shift_labels", *PER_SAMPLE, "token_type_ids", "num_items_in_batch", "decoder_input_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +39,19 @@ class PlannedBatch:
     num_targets: int
     num_samples: int
     """Number of samples from the collator. The others are padding."""
+    arguments: Mapping[str, Tensor]
+    """Arguments of the model that differ between samples, if any (`PER_SAMPLE`)."""
 
     def read(self, numbers: list[int]) -> Samples:
         """Return the samples with these numbers."""
         return Samples(inputs=self.samples.inputs[numbers], labels=self.samples.labels[numbers])
+
+    @property
+    def model_kwargs(self) -> ModelKwargs | None:
+        """Function that returns the arguments of samples with some numbers; None if there are no arguments."""
+        return (
+            (lambda numbers: {name: each[numbers] for name, each in self.arguments.items()}) if self.arguments else None
+        )
 
 
 def check_task(plan: Plan) -> None:
@@ -73,15 +83,16 @@ def planned_batch(given: Mapping[str, Any], plan: Plan) -> PlannedBatch:
     if task is Task.CAUSAL_LM:
         shifted = given.get("shift_labels")
         labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
+    arguments: dict[str, Tensor] = {}
     if task.reads_text:
-        _check_places(given, inputs, is_causal=task is Task.CAUSAL_LM)
         missing, length = plan.seq_len - inputs.shape[1], max(inputs.shape[1], labels.shape[1])
-        if length > plan.seq_len or (missing and task is not Task.CAUSAL_LM):
+        if length > plan.seq_len:
             raise _cannot(
                 f"samples of {length} tokens",
-                f"{'at most ' if task is Task.CAUSAL_LM else ''}the {plan.seq_len} tokens of the plan's samples",
+                f"at most the {plan.seq_len} tokens of the plan's samples",
                 f"truncate them (TRL: max_length={plan.seq_len}), or plan with --seq-len {length}",
             )
+        arguments = _per_sample(given, inputs, missing, is_causal=task is Task.CAUSAL_LM)
         inputs = functional.pad(inputs, (0, missing))
         labels = functional.pad(labels, (0, plan.seq_len - labels.shape[1]), value=IGNORED)
     count = len(inputs)
@@ -91,28 +102,36 @@ def planned_batch(given: Mapping[str, Any], plan: Plan) -> PlannedBatch:
         samples=Samples(inputs=_filled(inputs, plan, 0), labels=_filled(labels, plan, IGNORED)),
         num_targets=max(1, int((labels != IGNORED).sum())),
         num_samples=count,
+        arguments={name: _filled(each, plan, 1) for name, each in arguments.items()},
     )
 
 
-def _check_places(given: Mapping[str, Any], tokens: Tensor, *, is_causal: bool) -> None:
-    """Refuse padding before tokens, several documents in a sample, and any padding unless attention is causal."""
-    mask = given.get("attention_mask")
+def _per_sample(given: Mapping[str, Any], tokens: Tensor, missing: int, *, is_causal: bool) -> dict[str, Tensor]:
+    """Return the arguments of the model for samples with ``missing`` tokens of padding more.
+
+    These are a mask of padding, unless attention is causal, and positions, if they begin anew. Refuses padding before
+    tokens of causal models.
+    """
+    mask, places = given.get("attention_mask"), given.get("position_ids")
+    types, decoder_ids = given.get("token_type_ids"), given.get("decoder_input_ids")
     if mask is not None and mask.ndim > 2:
         raise _cannot("attention masks of the batch's own", "a mask of padding")
-    if mask is not None:
-        is_token = mask.bool()
-        if (is_token[:, 1:] & ~is_token[:, :-1]).any() or not (is_causal or is_token.all()):
-            raise _cannot(
-                "padding before tokens" if is_causal else "samples with padding",
-                "padding behind the tokens" if is_causal else "samples of one length: attention sees all places",
-                "set padding_side='right' of the tokenizer" if is_causal else "pack samples to the plan's length",
-            )
-    places = given.get("position_ids")
-    if places is not None and (places != torch.arange(tokens.shape[1])).any():
-        raise _cannot("position_ids that begin anew within a sample", "one sequence in each sample")
-    types = given.get("token_type_ids")
     if types is not None and types.any():
         raise _cannot("token_type_ids other than 0", "one segment in each sample")
+    if decoder_ids is not None:
+        shifted = given["labels"][:, :-1]
+        if ((shifted != IGNORED) & (decoder_ids[:, 1:] != shifted)).any():
+            raise _cannot("decoder_input_ids of the batch's own", "the labels, shifted by one place")
+    found = {}
+    if places is not None and (places != torch.arange(tokens.shape[1])).any():
+        found["position_ids"] = functional.pad(places.expand_as(tokens), (0, missing))
+    if is_causal and mask is not None and (mask[:, 1:].bool() & ~mask[:, :-1].bool()).any():
+        raise _cannot("padding before tokens", "padding behind the tokens", "set padding_side='right' of the tokenizer")
+    has_padding = not is_causal and (missing or (mask is not None and not mask.all()))
+    if has_padding or (found and mask is not None):  # with a mask transformers does not separate packed sequences
+        mask = torch.ones_like(tokens) if mask is None else mask.long()
+        found["attention_mask"] = functional.pad(mask, (0, missing))
+    return found
 
 
 def _filled(tensor: Tensor, plan: Plan, value: int) -> Tensor:

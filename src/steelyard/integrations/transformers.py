@@ -171,7 +171,8 @@ class PlanTrainer(Trainer):
         model.train()
         batch = planned_batch(inputs, self.plan)
         self.parallel.num_steps = self.state.global_step
-        return self.parallel.train_step(batch.read, num_targets=batch.num_targets).detach()
+        loss = self.parallel.train_step(batch.read, num_targets=batch.num_targets, model_kwargs=batch.model_kwargs)
+        return loss.detach()
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -179,8 +180,9 @@ class PlanTrainer(Trainer):
         """Evaluate one global batch under the plan and return its mean loss, with logits and labels if requested."""
         batch = planned_batch(inputs, self.plan)
         if prediction_loss_only:
-            return self.parallel.eval_step(batch.read, num_targets=batch.num_targets), None, None
-        logits = self.parallel.predict_step(batch.read)
+            loss = self.parallel.eval_step(batch.read, num_targets=batch.num_targets, model_kwargs=batch.model_kwargs)
+            return loss, None, None
+        logits = self.parallel.predict_step(batch.read, model_kwargs=batch.model_kwargs)
         targets = batch.samples.labels.to(logits.device)
         total = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
         labels = inputs["labels"].to(logits.device)

@@ -66,6 +66,8 @@ class LowPrecision:
     layers share, and of its weights. Used in closed forms of compiled blocks; a trace counts them itself."""
     backward: tuple[tuple[float, int], ...]
     """Casts of a backward pass in the same form, with those of the gradients of outputs."""
+    before_gather: bool = False
+    """Whether sequence parallelism casts a rank's own tokens and gathers them in 8 bits, in closed forms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,6 +137,13 @@ def width_of(shape: tuple[int, ...]) -> int:
     return shape[-1] if len(shape) == 2 else shape[0]
 
 
+def _rescaled(calls: Sequence[str], known: Mapping[int, int]) -> tuple[str, ...]:
+    """Return calls with the numbers that are roots of sizes, by which T5 scales its decoder's result, at new sizes."""
+    roots = {repr(size**power): repr(new**power) for size, new in known.items() for power in (0.5, -0.5)}
+    parts = (step.rpartition(":") for step in calls)
+    return tuple(f"{path}{colon}{roots.get(last, last)}" for path, colon, last in parts)
+
+
 def _resized(shape: tuple[int, ...], width: int, before: int, patches: tuple[int, int]) -> tuple[int, ...]:
     """Return a shape [S, H] or [H, rows, columns] of a model of width ``before``, scaled to ``width``.
 
@@ -573,6 +580,7 @@ class ModelSplit(SplitLayers):
             "kinds": layer_types,
             "streams": streams,
             "call": call,
+            "head_calls": _rescaled(self.head_calls, known),
         }
         return self.model_copy(update=sizes)
 

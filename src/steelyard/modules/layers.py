@@ -22,6 +22,7 @@ parallelism, else S), H hidden size, V vocabulary of this rank.
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -84,7 +85,17 @@ class LayerContext:
     through every field of the config, twice per layer and pass. None of these tensors needs gradients.
     """
 
-    __slots__ = ("batch", "decoder_ids", "labels_BS", "logits", "num_targets", "own", "side")
+    __slots__ = (
+        "batch",
+        "by_layer",
+        "decoder_ids",
+        "labels_BS",
+        "logits",
+        "model_kwargs",
+        "num_targets",
+        "own",
+        "side",
+    )
 
     def __init__(
         self,
@@ -95,6 +106,7 @@ class LayerContext:
         decoder_ids: Tensor | None = None,
         batch: Mapping[int, OwnBatch] | None = None,
         logits: list[tuple[Tensor, Tensor]] | None = None,
+        model_kwargs: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.side, self.labels_BS = side, labels_BS
         """Target of every token or image; only the head needs it."""
@@ -106,8 +118,23 @@ class LayerContext:
         """Samples of each layer by its number, for a user's own module."""
         self.logits = logits
         """List to which the head appends labels and logits instead of computing a loss; None to compute the loss."""
+        self.model_kwargs = model_kwargs
+        """Arguments of the model's forward pass that differ between samples (`PER_SAMPLE`)."""
+        self.by_layer: dict[str, LayerContext] = {}
+        """Contexts of layers, by their numbers, if samples differ in their ``model_kwargs``."""
         self.own: dict[tuple[int, int], LayerContext] = {}
         """Contexts for the tokens of one rank under context parallelism, by (number of ranks, rank)."""
+
+    def of_samples(self, side: SharedInputs, model_kwargs: Mapping[str, Tensor]) -> "LayerContext":
+        """Return the context of layers that read the samples of ``model_kwargs``."""
+        return LayerContext(
+            side=side,
+            labels_BS=self.labels_BS,
+            num_targets=self.num_targets,
+            decoder_ids=self.decoder_ids,
+            logits=self.logits,
+            model_kwargs=model_kwargs,
+        )
 
 
 class ChainLayer(nn.Module):
@@ -288,7 +315,7 @@ class OwnSharedInputs:
     def __init__(self, model: OwnModel, device: torch.device) -> None:
         self.arguments = model.arguments(device)
 
-    def __call__(self, _seq_len: int, _dtype: torch.dtype, device: torch.device) -> SharedInputs:
+    def __call__(self, _seq_len: int, _dtype: torch.dtype, device: torch.device, *_: Any) -> SharedInputs:
         """Return the shared inputs, which compute block arguments once samples are available."""
         return SharedInputs(position_ids=torch.empty(0, device=device), of_samples=self.arguments)
 

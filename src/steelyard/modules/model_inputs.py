@@ -17,8 +17,9 @@ the token of an image place comes first and replaces `IGNORED`.
 
 All samples have features of one shape, which the config gives. Each audio model type is listed here because structure
 does not tell its features. Audio without a length in the config has `_SOUND` values, 30 seconds at 16 kHz. Images that
-a model reads as patches of a grid have the size ``vision_config.image_size``, which `plan` sets. Each sample is one
-sequence without padding, so a forward pass need not read values of samples (`one_sequence_each`).
+a model reads as patches of a grid have the size ``vision_config.image_size``, which `plan` sets. Unless a pass is given
+a mask of padding or positions that begin anew (`PER_SAMPLE`), each sample is one sequence without padding, so a forward
+pass need not read values of samples (`one_sequence_each`).
 
 Legend of shapes: B samples, S tokens, C channels, H height, W width.
 """
@@ -201,13 +202,17 @@ NO_MASK = "flash_attention_2"
 """Attention implementation that reads no mask for plain sequences, so that no unused mask is built."""
 
 
+PER_SAMPLE = ("attention_mask", "position_ids")
+"""Arguments of forward passes, [B, S], that differ between samples: 0 for padding, and places within a sequence."""
+
+
 @contextmanager
-def one_sequence_each() -> Iterator[None]:
+def one_sequence_each(*, reads_values: bool = False) -> Iterator[None]:
     """Run Transformers forward passes that read no values of samples, because the answers are known.
 
     The passes do not search for packed sequences because each sample is one sequence, nor for padding because there is
-    none. They do not draw whether to skip a block because all blocks of a plan run. Several threads may use this
-    context at the same time.
+    none; with ``reads_values`` they do. They do not draw whether to skip a block because all blocks of a plan run.
+    Several threads may use this context at the same time.
     """
     global _num_within  # noqa: PLW0603  the replaced functions are global, too
     with _within_lock:
@@ -215,9 +220,11 @@ def one_sequence_each() -> Iterator[None]:
             for each in _REPLACED:
                 each.start()
         _num_within += 1
+    before, _thread.reads_values = getattr(_thread, "reads_values", False), reads_values
     try:
         yield
     finally:
+        _thread.reads_values = before
         with _within_lock:
             _num_within -= 1
             if not _num_within:
@@ -231,6 +238,16 @@ def _draw(*size: Any, **options: Any) -> Any:
 
 def _nothing(*_places: Any, **_names: Any) -> None:
     """Do nothing: replaces functions without effect on unpadded samples; a mock would keep its arguments."""
+
+
+def _without_values(name: str, replacement: Callable[..., Any]) -> Any:
+    """Return a patch of a function of ``masking_utils`` for the passes of a thread that read no values."""
+    own = getattr(masking_utils, name)
+
+    def chosen(*places: Any, **names: Any) -> Any:
+        return (own if _thread.reads_values else replacement)(*places, **names)
+
+    return mock.patch.object(masking_utils, name, chosen)
 
 
 def _is_plain_causal(
@@ -247,13 +264,13 @@ def _listed(tensor: FakeTensor) -> Any:
 
 _rand, _needs_no_mask = torch.rand, masking_utils._ignore_causal_mask_sdpa
 _to_list = FakeTensor.tolist
-_num_within, _within_lock = 0, threading.Lock()
+_num_within, _within_lock, _thread = 0, threading.Lock(), threading.local()
 _REPLACED = (
     mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing),
-    mock.patch.object(masking_utils, "prepare_padding_mask", _nothing),
+    _without_values("prepare_padding_mask", _nothing),
     mock.patch.dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {NO_MASK: _nothing}),
-    mock.patch.object(masking_utils, "find_packed_sequence_indices", _nothing),
-    mock.patch.object(masking_utils, "_ignore_causal_mask_sdpa", _is_plain_causal),
+    _without_values("find_packed_sequence_indices", _nothing),
+    _without_values("_ignore_causal_mask_sdpa", _is_plain_causal),
     mock.patch.object(torch, "rand", _draw),
     mock.patch.object(FakeTensor, "tolist", _listed),
 )

@@ -12,6 +12,7 @@ from collections import UserDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,9 +71,21 @@ class SplitSharedInputs:
         self._token, self._first = plain_token(model.config), first_tokens(split.features)
         self._token_dims: Mapping[str, BlockArguments] | None = None
 
-    def __call__(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> SharedInputs:
+    def __call__(
+        self,
+        seq_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        model_kwargs: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> SharedInputs:
         """Return the arguments of every block type for samples of ``seq_len`` tokens and a hidden state in ``dtype``,
-        made for one sample."""
+        made for one sample, or for the samples of ``model_kwargs`` (`PER_SAMPLE`), if there are any."""
+        if model_kwargs:
+            samples = len(next(iter(model_kwargs.values())))
+            positions = model_kwargs.get("position_ids", torch.arange(seq_len, device=device).unsqueeze(0))
+            with torch.no_grad():
+                arguments = self._recorded(samples, seq_len, dtype, device, model_kwargs)
+            return SharedInputs(position_ids=positions, arguments=arguments)
 
         def token_dims() -> Mapping[str, BlockArguments]:
             if self._token_dims is None:
@@ -93,13 +106,19 @@ class SplitSharedInputs:
         return {name: pytree.tree_map(_per_sample, one[name], two[name]) for name in one}
 
     def _recorded(
-        self, samples: int, tokens: int, dtype: torch.dtype, device: torch.device
+        self,
+        samples: int,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        model_kwargs: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[str, BlockArguments]:
         if self._stubbed is None:
             return {}
         ids = with_first(torch.full((samples, tokens), self._token, device=device), *self._first)
         with suppress(ReachedError):
-            self._stubbed(blank(self._read, samples, tokens, device, dtype) if self._read else ids, dtype, ids)
+            first = blank(self._read, samples, tokens, device, dtype) if self._read else ids
+            self._stubbed(first, dtype, ids, model_kwargs=model_kwargs)
         return {name: record.take_sides() for name, record in self._records.items()}
 
 
@@ -201,10 +220,10 @@ class EmbeddingPiece(ShellPiece):
         self._records = recording_stubs(split, {1, *(min(each.readers) for each in self._streams)})
         super().__init__(model, split, split.embedding, self._records)
 
-    def __call__(self, _layer: nn.Module, ids: Tensor, _context: Context) -> Tensor | tuple[Tensor, ...]:
+    def __call__(self, _layer: nn.Module, ids: Tensor, context: Context) -> Tensor | tuple[Tensor, ...]:
         """Run the model's own forward pass until the last of the blocks that are the first to read a value begins."""
         with suppress(ReachedError):
-            self._stubbed(ids, torch.get_default_dtype())
+            self._stubbed(ids, torch.get_default_dtype(), model_kwargs=context.model_kwargs)
         given = {layer: record.take() for layer, record in self._records.items()}
         hidden = self._call.hidden(given[1])
         read = (each.reads.hidden(given[min(each.readers)]) for each in self._streams)
@@ -243,7 +262,7 @@ class DecoderEmbeddingPiece(ShellPiece):
         first = blank(self._features, 1 if one else samples, tokens, hidden.device, hidden.dtype)
         try:
             with suppress(ReachedError):
-                self._stubbed(first, hidden.dtype, context.decoder_ids)
+                self._stubbed(first, hidden.dtype, context.decoder_ids, model_kwargs=context.model_kwargs)
         finally:
             for give in self._gives:
                 give.hidden = None

@@ -165,12 +165,14 @@ class StubbedTransformers(StubbedModel):
         dtype: torch.dtype,
         ids: Tensor | None = None,
         buffers: Mapping[str, Tensor] = MappingProxyType({}),
+        model_kwargs: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Any:
         """Return the model's outputs, with blanks of ``dtype``. ``first`` is the input of its first layer, if it has
         one.
 
         ``ids`` is the model's other input; by default the same as ``first``, or one token if that is features.
-        ``buffers`` replace those of the model, by their paths.
+        ``buffers`` replace those of the model, by their paths. ``model_kwargs`` are arguments that differ between
+        samples (`PER_SAMPLE`).
         """
         read: Any = ids if first is None else first
         device = read.device
@@ -188,9 +190,10 @@ class StubbedTransformers(StubbedModel):
             ids = blank(None, len(first), 1, device) if first.is_floating_point() else first
         samples = given_samples(self._read, first)
         samples |= {self._ids: ids} if self._ids else {}
-        with Blanks(), one_sequence_each(), without_values(samples.values(), self._token, self._first):
+        told = one_sequence_each(reads_values=bool(model_kwargs))
+        with Blanks(), told, without_values(samples.values(), self._token, self._first):
             beside = {} if first is None else beside_features(self.model, self._read, ids)
-            return self.model(**samples, **beside, **self._options)
+            return self.model(**samples, **beside, **self._options, **model_kwargs)
 
     def fill(self, device: torch.device) -> None:
         """Give the model its buffers on a device, if it does not have them there."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -196,9 +197,18 @@ def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def pieces_of(
-    model: PreTrainedModel, chain: ModelChain, numbers: Iterable[int], ids: Tensor, decoder_ids: Tensor | None
+    model: PreTrainedModel,
+    chain: ModelChain,
+    numbers: Iterable[int],
+    ids: Tensor,
+    decoder_ids: Tensor | None,
+    *,
+    model_kwargs: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[list[ChainLayer], LayerContext]:
-    """Return some layers of a split model, and the context of a forward pass through them for token ids [B, S]."""
+    """Return some layers of a split model, and the context of a forward pass through them for token ids [B, S].
+
+    ``model_kwargs`` are arguments that differ between samples (`PER_SAMPLE`).
+    """
     numbers = list(numbers)
     layers = [build_layer(model, chain, number, Remat.NONE) for number in numbers]
     split = chain.split
@@ -206,8 +216,8 @@ def pieces_of(
         for layer, (before, number) in zip(layers[1:], pairwise(numbers), strict=True):
             layer.entering, layer.past = split.places(number, before)
     tokens = (ids if decoder_ids is None else decoder_ids).shape[1]
-    side = shared_inputs_of(layers, model, chain, ids.device)(tokens, torch.float32, ids.device)
-    return layers, LayerContext(side=side, decoder_ids=decoder_ids)
+    side = shared_inputs_of(layers, model, chain, ids.device)(tokens, torch.float32, ids.device, model_kwargs)
+    return layers, LayerContext(side=side, decoder_ids=decoder_ids, model_kwargs=model_kwargs)
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:

@@ -217,7 +217,7 @@ class Axis(PlanPart):
     name: str
     words: tuple[str, ...]
     values: tuple[int, ...]
-    """Values as numbers of tokens, samples, devices or bytes; for software, indices."""
+    """Values as numbers of tokens, samples, devices or bytes; for engines and levers, indices."""
     options: tuple[str, ...]
     """Options of `steelyard plan` for each value."""
     own: int
@@ -227,7 +227,7 @@ class Axis(PlanPart):
 class ExploredPoint(PlanPart):
     """Fastest plan found at one point of the axes, or the reason why there is none."""
 
-    place: tuple[int, int, int, int]
+    place: tuple[int, int, int, int, int]
     """Index on each axis."""
     plan: int | None = None
     """Index into ``Exploration.plans``; None if nothing fits."""
@@ -243,9 +243,8 @@ class Exploration(PlanPart):
     precision: str
     command: str
     """`steelyard plan` command with the options that all points share."""
-    axes: tuple[Axis, Axis, Axis, Axis]
-    """Software and levers, sequence length or batch, devices, memory per device. All except the first have rising
-    values."""
+    axes: tuple[Axis, Axis, Axis, Axis, Axis]
+    """Engine, lever, sequence length or batch, devices, memory per device. Values of the last three rise."""
     margin_bytes: int
     """Bytes of a device reserved in addition to the requested budget; used only if nothing fits otherwise."""
     plans: tuple[Plan, ...]

@@ -49,6 +49,7 @@ class Fallback(PlanPart):
 
     num_microbatches: Microbatches
     schedule: ScheduleName = USUAL.name
+    pass_order: tuple[str, ...] = Field(default=(), exclude_if=lambda rows: not rows)
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     prediction: Prediction | None = None
 
@@ -76,6 +77,9 @@ class Plan(PlanPart):
     """Microbatches per step; gradients are accumulated over them."""
     precision: Precision
     schedule: ScheduleName = USUAL.name
+    pass_order: tuple[str, ...] = Field(default=(), exclude_if=lambda rows: not rows)
+    """Row of each stage in torch's CSV format, if the schedule orders passes by their times; absent for its usual
+    order."""
     engine: str | None = None
     """Name of the engine that runs the plan; absent for steelyard's own runtime."""
     levers: dict[str, str] = Field(default_factory=dict, exclude_if=lambda texts: not texts)
@@ -206,7 +210,11 @@ class Plan(PlanPart):
         """Return this plan as a fallback of another plan of the same model, without its rejected alternatives."""
         prediction = self.prediction.model_copy(update={"alternatives": ()}) if self.prediction else None
         return Fallback(
-            num_microbatches=self.num_microbatches, schedule=self.schedule, stages=self.stages, prediction=prediction
+            num_microbatches=self.num_microbatches,
+            schedule=self.schedule,
+            pass_order=self.pass_order,
+            stages=self.stages,
+            prediction=prediction,
         )
 
     def contenders(self) -> "tuple[Plan, ...]":
@@ -272,6 +280,7 @@ class Plan(PlanPart):
             num_chunks=self.num_chunks,
             num_microbatches=self.num_microbatches,
             schedule=find_schedule(self.schedule),
+            pass_order=self.pass_order,
         )
 
     def stage_of(self, rank: int) -> int:
@@ -456,6 +465,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
             ranks = f"ranks {part.ranks[0]}–{part.ranks[1]}"
             yield f"stage {part_name(plan, index)}, {ranks}: {layers_text(chain, *run.layers)}: {run.strategy}"
     if plan.prediction is not None:
+        if plan.prediction.order_line:
+            yield plan.prediction.order_line
         yield f"{plan.prediction.certificate}; costs {plan.prediction.costs}"
 
 

@@ -4,6 +4,7 @@ A `Prediction` holds time and memory of each stage, the `CostSource` of its time
 the search, and the baselines of the plan. Only this module words status, reserved memory, shortfall and comparison.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, Self
 
@@ -328,6 +329,8 @@ class Prediction(PlanPart):
     certificate: Certificate
     lower_bound_s: limits.Seconds
     """Lower bound of the step time: by the cost tables or, if processes share cores, by what the cores can compute."""
+    order_bound_s: limits.Seconds | None = Field(default=None, exclude_if=lambda bound_s: bound_s is None)
+    """Lower bound of the step time over all orders of the plan's passes, if the schedule takes its order from times."""
     not_searched: tuple[str, ...] = ()
     """Runnable plans that the search left out; the certificate does not cover them."""
     profile: CostSource
@@ -404,6 +407,14 @@ class Prediction(PlanPart):
     def accuracy(self) -> str:
         """Typical error of the predicted step time, in words."""
         return "error unknown: no published runs like this one" if self.interval is None else str(self.interval)
+
+    @property
+    def order_line(self) -> str:
+        """Proven distance from the best order of the plan's passes, rounded up; empty if nothing is proven."""
+        if self.order_bound_s is None:
+            return ""
+        above = math.ceil(1000 * (self.step_time_s / self.order_bound_s - 1)) / 1000
+        return f"at most {above:.1%} above the best order of its passes"
 
     def is_as_good(self, step_time_s: float | None) -> bool:
         """Return whether the step times of this plan and another of the same job are within prediction error."""

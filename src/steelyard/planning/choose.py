@@ -24,6 +24,7 @@ from steelyard.plan.decisions import FREE, Decisions, Partition
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, Certificate
 from steelyard.plan.stages import StagePart, fold_runs
+from steelyard.planning.pass_order import in_best_order
 from steelyard.planning.price import assemble_plan, bare_plan, describe, prediction_of, summarise, warnings_of
 from steelyard.planning.problem import is_uniform, make_tables, shared_cores_bound_s, shares_cores
 from steelyard.planning.request import PlanRequest
@@ -307,7 +308,7 @@ def _plan_within(
             text += f"; {count} of {total} pipeline configurations were not searched before the time was up"
         return replace(result, miss_text=text)
     best, *others = found.ranked[: found.num_simulated]
-    plan, cost = best.plan, best.cost
+    plan, cost = in_best_order(best.plan, job, best.cost)
     lower_s, was_cut = found.lower_bound_s, time_limit_s is not None and searched_s >= time_limit_s
     gap = found.search.gap
     if shares_cores(job):

@@ -116,7 +116,8 @@ def with_next_best(result: PlanningResult, *, num_plans: int, uniform: bool = Fa
     if result.plan is None:
         return result
     job, found = result.job, list(result.others[: max(0, num_plans)])
-    taken = {plan.pipeline for plan in (result.plan, *(plan for plan, _ in result.others))}
+    known = (result.plan, *(plan for plan, _ in result.others))
+    taken = {replace(plan.pipeline, pass_order=()) for plan in known}
     left = [each for each in result.search.configs if each.pipeline not in taken]
     for each in sorted(left, key=lambda each: each.result.lower_bound_s)[: 2 * num_plans]:
         if len(found) >= num_plans:

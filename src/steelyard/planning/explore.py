@@ -1,4 +1,4 @@
-"""Plans over memory × devices × sequence length or batch, for several engines and levers, as one value.
+"""Plans over memory × devices × sequence length or batch × engine × lever, as one value.
 
 A column is all memory budgets at one point of the other axes. It is searched from the largest budget down: a plan that
 also fits the next smaller budget is optimal there as well, and if nothing fits a budget, nothing fits a smaller one.
@@ -15,7 +15,7 @@ from itertools import product
 from steelyard.engines import ENGINES
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, is_as_named
+from steelyard.hardware import FULL_NODE, Cluster, is_as_named
 from steelyard.levers import Levers
 from steelyard.plan.choices import Axis, Exploration, ExploredPoint
 from steelyard.plan.plan import Plan
@@ -43,8 +43,6 @@ MOST_LEVERS = 2
 """Alternatives shown alongside the request: the ``NUM_ENGINES`` fastest engines and the first useful levers."""
 LEAST_GAIN = 0.005
 """Fraction of the step time that a lever must gain to be shown, unless something fits only with it."""
-_NODE = 8
-"""Devices of a fully populated node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +57,7 @@ class _Grid:
     margin_bytes: int
     """Bytes left free in addition to the budget of the request, if something fits that way."""
     own: tuple[int, int, int]
+    """Indices of the request's size, cluster and budget."""
 
     def at(self, place: tuple[int, int], request: PlanRequest) -> PlanRequest:
         """Return the request at a size and on a cluster."""
@@ -68,17 +67,31 @@ class _Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """One engine with levers as a value of their axis, with its plans at each size and cluster by budget."""
+    """One engine with one lever or none, with its plans at each size and cluster by budget."""
 
-    name: str
-    options: str
     study: Study
+    levers: Mapping[str, str] = field(default_factory=dict)
+    """Texts of the levers added to those of the request."""
+    refusal: str = ""
+    """Reason why the engine does not run the levers; empty if it does."""
     columns: dict[tuple[int, int], dict[int, Plan | str]] = field(default_factory=dict)
     """Fastest plan found, or the reason why there is none, by the indices on the axes."""
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine."""
+        return self.study.request.engine.name
+
+    @property
+    def options(self) -> str:
+        """Command-line options of the added levers."""
+        return " ".join(f"--{name} {text}" for name, text in self.levers.items())
 
     def solve(self, grid: _Grid, place: tuple[int, int], deadline: float, budgets: Sequence[int] | None = None) -> None:
         """Solve one column, or only some of its ``budgets``, from the largest budget down."""
         column = self.columns.setdefault(place, {})
+        if self.refusal:
+            column.update(dict.fromkeys(range(len(grid.budgets)), self.refusal))
         study, above = None, None
         for index in reversed(range(len(grid.budgets)) if budgets is None else budgets):
             if index in column:
@@ -147,36 +160,39 @@ def explore(
         )
     search_s = SEARCH_S if request.time_limit_s is None else min(SEARCH_S, request.time_limit_s)
     study = Study(replace(request, time_limit_s=search_s))
-    engine = "" if request.engine == NATIVE else f"--engine {request.engine.name}"
-    own = _Way(name="as asked", options=engine, study=study)
+    own = _Way(study=study)
     grid = _grid(study, request, device_counts, batches)
     progress(f"{len(grid.budgets)} memory budgets on {request.cluster.name}")
     own.solve(grid, grid.own[:2], deadline)
     engines, without_engines = _engines(own, request, grid, deadline, progress)
     levers, without_levers = _levers(own, grid, deadline, progress)
-    ways, places = [own, *engines, *levers], product(range(len(grid.sizes)), range(len(grid.clusters)))
-    columns = sorted(((way, place) for place in places for way in range(len(ways))), key=partial(_distance, grid))
-    for number, (way, place) in enumerate(columns, start=1):
+    ways = {(0, 0): own} | {(index, 0): way for index, way in enumerate(engines, start=1)}
+    ways |= {(0, index): way for index, way in enumerate(levers, start=1)}
+    axes = _axes(engines, levers, grid, request)
+    places = product(*(range(len(axis.words)) for axis in axes[:-1]))
+    columns = sorted(places, key=partial(_distance, [axis.own for axis in axes]))
+    for number, (engine, lever, *place) in enumerate(columns, start=1):
         if time.process_time() > deadline:
             break
-        cluster, size = grid.clusters[place[1]], grid.sizes[place[0]]
-        unit = "samples" if grid.is_batch else "tokens"
-        progress(f"{number} of {len(columns)}: {ways[way].name}, {size:,} {unit}, {cluster.name}")
-        ways[way].solve(grid, place, deadline)
+        words = [axis.words[at] for axis, at in zip(axes, (engine, lever, *place), strict=False)]
+        progress(f"{number} of {len(columns)}: {', '.join(words)}")
+        if (engine, lever) not in ways:
+            ways[engine, lever] = _combined(ways[engine, 0], ways[0, lever])
+        ways[engine, lever].solve(grid, (place[0], place[1]), deadline)
     plans: list[Plan] = []
     points = []
-    for index, each in enumerate(ways):
-        each.reconcile(grid)
-        for place, column in each.columns.items():
+    for software, way in ways.items():
+        way.reconcile(grid)
+        for at, column in way.columns.items():
             for budget, solved in column.items():
-                reason, at = (solved, None) if isinstance(solved, str) else ("", _place_in(plans, solved))
-                points.append(ExploredPoint(place=(index, *place, budget), plan=at, reason=reason))
+                reason, plan = (solved, None) if isinstance(solved, str) else ("", _place_in(plans, solved))
+                points.append(ExploredPoint(place=(*software, *at, budget), plan=plan, reason=reason))
     return Exploration(
         model=study.job.chain.name,
         cluster=request.cluster.name,
         precision=study.job.precision,
         command=command,
-        axes=_axes(ways, grid, request),
+        axes=axes,
         margin_bytes=grid.margin_bytes,
         plans=tuple(plans),
         points=tuple(points),
@@ -185,11 +201,20 @@ def explore(
     )
 
 
-def _distance(grid: _Grid, column: tuple[int, tuple[int, int]]) -> tuple[float, int]:
-    """Return the sort key of a column: its distance from the request, columns of engines and levers after near ones."""
-    way, place = column
-    moves = sum(abs(a - b) for a, b in zip(place, grid.own, strict=False))
-    return (2.5 + 2 * moves if way else moves), way
+def _distance(own: Sequence[int], column: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+    """Return the sort key of a column: its distance from the request, other engines and levers after near columns."""
+    switched = sum(at != 0 for at in column[:2])
+    moves = sum(abs(at - own_at) for at, own_at in zip(column[2:], own[2:], strict=False))
+    return 1.5 * switched + (1 + switched) * moves, column
+
+
+def _combined(engine: _Way, lever: _Way) -> _Way:
+    """Return an engine with a lever of the request's own engine."""
+    try:
+        study = Study(with_levers(engine.study.request, lever.levers))
+    except UserError as error:
+        return _Way(study=engine.study, levers=lever.levers, refusal=f"{error.found} is not possible")
+    return _Way(study=study, levers=lever.levers)
 
 
 def _grid(study: Study, request: PlanRequest, device_counts: Sequence[int] | None, batches: bool) -> _Grid:
@@ -227,7 +252,7 @@ def _doubled(cluster: Cluster) -> list[Cluster]:
     """Return the cluster with twice the devices, in one node if it has fewer than eight or no network is known."""
     nodes, size = cluster.num_nodes, cluster.devices_per_node
     has_network = cluster.inter_link is not None or is_as_named(cluster)
-    if nodes == 1 and (size < _NODE or not has_network):
+    if nodes == 1 and (size < FULL_NODE or not has_network):
         return [with_shape(cluster, 1, 2 * size)]
     return [with_shape(cluster, 2 * nodes, size)]
 
@@ -262,7 +287,7 @@ def _engines(
             continue
         progress(f"engine {engine.name}")
         try:
-            way = _Way(name=engine.name, options=f"--engine {engine.name}", study=own.study.at(run_by(engine)))
+            way = _Way(study=own.study.at(run_by(engine)))
         except UserError as error:
             left_out.append(f"engine {engine.name}: {error.found}")
             continue
@@ -288,14 +313,12 @@ def _levers(own: _Way, grid: _Grid, deadline: float, progress: Progress) -> tupl
             continue
         if len(found) == MOST_LEVERS or time.process_time() > deadline:
             break
-        options = " ".join(f"--{name} {text}" for name, text in texts.items())
-        progress(options)
         try:
-            study = Study(with_levers(own.study.request, texts))
-            way = _Way(name=options.replace("--", ""), options=options, study=study)
+            way = _Way(study=Study(with_levers(own.study.request, texts)), levers=texts)
+            progress(way.options)
             way.solve(grid, place, deadline, [index] if too_small is None else [index, too_small])
         except UserError as error:
-            left_out.append(f"{options}: {error.found}")
+            left_out.append(f"{' '.join(f'--{each} {text}' for each, text in texts.items())}: {error.found}")
             continue
         if _is_useful(way.columns[place], plain, index):
             found.append(way)
@@ -320,8 +343,11 @@ def _place_in(plans: list[Plan], plan: Plan) -> int:
     return len(plans) - 1
 
 
-def _axes(ways: Sequence[_Way], grid: _Grid, request: PlanRequest) -> tuple[Axis, Axis, Axis, Axis]:
+def _axes(
+    engines: Sequence[_Way], levers: Sequence[_Way], grid: _Grid, request: PlanRequest
+) -> tuple[Axis, Axis, Axis, Axis, Axis]:
     """Return the axes in words and as options."""
+    names = [request.engine.name, *(way.engine for way in engines)]
     unit, option = ("samples", "--global-batch") if grid.is_batch else ("tokens", "--seq-len")
     memory = [
         f"--memory {each / GIB:.1f}GiB" if each % (GIB // 2) == 0 else f"--memory {each}B" for each in grid.budgets
@@ -330,10 +356,17 @@ def _axes(ways: Sequence[_Way], grid: _Grid, request: PlanRequest) -> tuple[Axis
         memory[grid.own[2]] = ""
     return (
         Axis(
-            name="engine or lever",
-            words=tuple(each.name for each in ways),
-            values=tuple(range(len(ways))),
-            options=tuple(each.options for each in ways),
+            name="engine",
+            words=tuple(names),
+            values=tuple(range(len(names))),
+            options=tuple("" if name == NATIVE.name else f"--engine {name}" for name in names),
+            own=0,
+        ),
+        Axis(
+            name="lever",
+            words=("none added", *(way.options.replace("--", "") for way in levers)),
+            values=tuple(range(1 + len(levers))),
+            options=("", *(way.options for way in levers)),
             own=0,
         ),
         Axis(

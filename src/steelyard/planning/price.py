@@ -163,6 +163,7 @@ def prediction_of(
         stages=cost.stages,
         certificate=certificate,
         lower_bound_s=lower_bound_s,
+        order_bound_s=cost.order_bound_s,
         profile=first.cost_source(),
         backend=first.cluster.device.backend,
         interval=None if is_mixed else interval_of(first, plan.strategies, cost.step_time_s),

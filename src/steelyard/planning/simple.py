@@ -40,6 +40,7 @@ from steelyard.plan.prediction import Certificate, FastestPlan, layers_text
 from steelyard.plan.stages import StagePart, fold_runs, illegal_reason
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.choose import NUM_RESCORED, PlanningResult, accept
+from steelyard.planning.pass_order import in_best_order
 from steelyard.planning.price import assemble_plan, describe, peak_bytes, prediction_of, summarise, warnings_of
 from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import PlanRequest
@@ -158,6 +159,7 @@ def _in_place_of(plan: Plan, chosen: Plan, cost: PlanCost, result: PlanningResul
     """Return a plan that replaces a faster one, with the slowdown in its prediction."""
     assert plan.prediction is not None, "what was searched is priced"
     job, best_s = result.job, plan.step_s
+    chosen, cost = in_best_order(chosen, job, cost)
     warnings = warnings_of(job, chosen, cost.stages, missed=result.missed)
     proven_s = best_s * (1 - (plan.prediction.certificate.gap or 0.0))
     prediction = prediction_of(
@@ -232,7 +234,8 @@ def _cost(plan: Plan, job: Job, strategies: Sequence[Strategy], step_s: float, h
         )
         for part in plan.parts
     )
-    cost = predict(assemble_plan(job, plan.pipeline, parts), job)
+    other = assemble_plan(job, plan.pipeline, parts).model_copy(update={"pass_order": plan.pass_order})
+    cost = predict(other, job)
     takes = max(stage.total_bytes for stage in cost.stages)
     if takes > max(job.budget_bytes, held):
         return f"would need {format_bytes(takes)} of {format_bytes(job.budget_bytes)}"

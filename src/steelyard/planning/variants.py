@@ -39,7 +39,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.engines.engine import Engine
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidClusterError, UserError
-from steelyard.hardware import Cluster, is_as_named, parse_cluster
+from steelyard.hardware import FULL_NODE, Cluster, is_as_named, parse_cluster
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, modes
@@ -68,8 +68,6 @@ from steelyard.search.layers import ROUNDING
 from steelyard.search.partition import ConfigResult
 from steelyard.units import format_plural, format_seconds
 
-_NODE = 8
-"""Devices of a fully populated node."""
 ANY_PLAN = "any plan"
 """Name of the variant that changes nothing."""
 
@@ -236,7 +234,7 @@ def next_larger(cluster: Cluster) -> Cluster:
     The latter if it is one node with fewer than eight devices or without a network.
     """
     nodes, size = cluster.num_nodes, cluster.devices_per_node
-    if nodes == 1 and (size < _NODE or cluster.inter_link is None):
+    if nodes == 1 and (size < FULL_NODE or cluster.inter_link is None):
         return with_shape(cluster, 1, 2 * size)
     return with_shape(cluster, nodes + 1, size)
 

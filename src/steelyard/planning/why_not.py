@@ -47,9 +47,10 @@ def refuse_impossible(request: PlanRequest) -> None:
 
 def unmet(pin: Pin, reasons: Sequence[str]) -> UserError:
     """Build the error for a pin that no strategy meets."""
+    name, _, value = pin.text.partition("=")
     return UserError(
         field="--pin",
-        found=repr(pin.text),
+        found=repr(pin.text) + (f" (--{name} {value})" if name in DIMENSIONS else ""),
         expected=f"what some strategy of these layers may have ({'; '.join(reasons[:SHOWN_REASONS])})",
         hint="pin something else, or leave these layers to the search",
     )

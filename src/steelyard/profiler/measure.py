@@ -34,6 +34,7 @@ from steelyard.profiler.layers import (
 )
 from steelyard.profiler.overheads import (
     AddedBySharding,
+    measure_bf16_rate,
     measure_busy_speeds,
     measure_optimizers,
     measure_overlap_slowdown,
@@ -109,6 +110,7 @@ def measure(
             "collectives": collectives,
             "optimizer_s_per_param": beside.optimizers[Optimizer().word],
             "optimizers": {word: each for word, each in beside.optimizers.items() if word != Optimizer().word},
+            "bf16_flop_per_s": beside.bf16_flop_per_s,
             "sharding": tuple(added.beside(collectives) for added in beside.sharding),
             "step_overhead_s": step_overhead_s,
             "busy_speeds": beside.busy_speeds,
@@ -175,6 +177,7 @@ class _Beside:
     """Measurements of computation outside the layers."""
 
     optimizers: dict[str, float]
+    bf16_flop_per_s: float | None
     sharding: tuple[AddedBySharding, ...]
     busy_speeds: tuple[float, ...]
 
@@ -257,9 +260,10 @@ class _Run:
     def _beside(self, short: ShortChain, shard: Callable[[DeviceMesh], ShortChain], samples: Sequence[int]) -> _Beside:
         """Measure the times other than the layers' once, of the undivided chain if that was measured."""
         middle, is_whole = middle_of(samples), short.strategy.num_devices == 1 and dist.get_world_size() > 1
-        share_s = _BESIDE_SHARE * self.budget_s / 8
+        share_s = _BESIDE_SHARE * self.budget_s / 9
         return _Beside(
             optimizers=measure_optimizers(short, budget_s=share_s),
+            bf16_flop_per_s=measure_bf16_rate(short, budget_s=share_s),
             sharding=measure_sharding(short, shard, samples=middle, budget_s=4 * share_s) if is_whole else (),
             busy_speeds=measure_busy_speeds(short, samples=middle, budget_s=3 * share_s) if is_whole else (),
         )

@@ -70,6 +70,8 @@ def _seconds(short: ShortChain, samples: int, num_busy: int) -> float:
 
 _OVERLAP_ELEMENTS = 4 * MIB
 _MATMUL_SIZE = 256
+_MOST_MATRIX_SIZE = 1024
+"""Larger matrices multiply at the same rate, and take longer than a measurement should."""
 _MOST_MATMULS = 5000
 _REDUCED_BYTES = 4
 
@@ -84,6 +86,16 @@ def measure_optimizers(short: ShortChain, *, budget_s: float) -> dict[str, float
     words = Optimizer.values if short.device.type == "cpu" else (Optimizer().word,)
     known = [each for each in map(Optimizer, words) if each.effects(Effects()).matrices is None]
     return {each.word: _update_s(short, each, budget_s=budget_s / len(known)) for each in known}
+
+
+def measure_bf16_rate(short: ShortChain, *, budget_s: float) -> float | None:
+    """FLOP/s of a process in bf16 products of square matrices, all processes at once; None on a GPU, whose peak is
+    known. A collective call."""
+    if short.device.type == "cuda":
+        return None
+    size = min(short.chain.hidden_size, _MOST_MATRIX_SIZE)
+    matrix = torch.full((size, size), 1.0 / size, dtype=torch.bfloat16)
+    return 2 * size**3 / typical_seconds(lambda: matrix @ matrix, short.device, budget_s=budget_s)
 
 
 def _update_s(short: ShortChain, lever: Optimizer, *, budget_s: float) -> float:

@@ -24,6 +24,7 @@ from steelyard.limits import (
     BytesPerS,
     Count,
     DeviceCount,
+    FlopPerS,
     PositiveSeconds,
     Samples,
     Seconds,
@@ -399,6 +400,9 @@ class Profile(ProfilePart):
     """Measured seconds of an AdamW step per parameter of a rank; absent in a traced profile."""
     optimizers: Mapping[str, Seconds] = Field(default_factory=dict)
     """Seconds per parameter of other measured optimizers, by name."""
+    bf16_flop_per_s: FlopPerS | None = Field(default=None, exclude_if=lambda rate: rate is None)
+    """Measured rate of matrix products in bf16 on a CPU, whose layers may compute in another precision; absent for
+    GPUs, whose peak is known, and in older profiles."""
     step_overhead_s: Seconds = 0.0
     """Measured seconds of a step that no layer accounts for (loop, loss reduction)."""
     sharding: tuple[ShardingTime, ...] = ()
@@ -454,7 +458,7 @@ class Profile(ProfilePart):
             for layer in self.layers
             if not any(count % degree for degree in layer.degrees.values())
         )
-        optimizer_s = self.optimizer_s_per_param
+        optimizer_s, bf16_rate = self.optimizer_s_per_param, self.bf16_flop_per_s
         return self.model_copy(
             update={
                 "identity": self.identity.model_copy(update={"num_devices": count}),
@@ -466,6 +470,7 @@ class Profile(ProfilePart):
                 ),
                 "optimizer_s_per_param": None if optimizer_s is None else optimizer_s / speed,
                 "optimizers": {word: seconds / speed for word, seconds in self.optimizers.items()},
+                "bf16_flop_per_s": None if bf16_rate is None else bf16_rate * speed,
                 "sharding": tuple(each for each in self.sharding if count % each.group_size == 0),
                 "busy_speeds": tuple(each / speed for each in self.busy_speeds[:count]) if count > 1 else (),
             }
@@ -535,6 +540,7 @@ def merge_profiles(a: Profile, b: Profile) -> Profile:
             "collectives": tuple(collectives.values()),
             "optimizer_s_per_param": a.optimizer_s_per_param if optimizer_s is None else optimizer_s,
             "optimizers": {**a.optimizers, **b.optimizers},
+            "bf16_flop_per_s": b.bf16_flop_per_s or a.bf16_flop_per_s,
             "busy_speeds": b.busy_speeds or a.busy_speeds,
             "sharding": b.sharding or a.sharding,
             "reserved_over_allocated": b.reserved_over_allocated or a.reserved_over_allocated,

@@ -33,6 +33,7 @@ def answer_view(plan: Plan, *, engines: Sequence[ComparedBaseline] = (), file: P
         parts += _labelled("Host", "" if prediction.host is None else str(prediction.host))
         parts.append(Paragraph(label="Accuracy", text=prediction.accuracy))
         parts.append(Paragraph(label="Search", text=str(prediction.certificate)))
+        parts += _labelled("", prediction.order_line)
         parts += _labelled("Costs", prediction.costs if is_unusual(prediction.profile) else "")
         parts += _labelled("", simplicity_line(plan.num_groups, plan.num_stages, prediction))
     parts += _labelled("Training", "" if plan.training is None else str(plan.training))

@@ -206,7 +206,12 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
         f"{shares(stages[fullest].memory_bytes)}; {spare}"
     )
     simpler = simplicity_line(plan.num_groups, plan.num_stages, prediction)
-    others = [("Host memory", prediction.host), ("Training", plan.training), ("Groups", simpler)]
+    others = [
+        ("Host memory", prediction.host),
+        ("Training", plan.training),
+        ("Groups", simpler),
+        ("Order", prediction.order_line),
+    ]
     return [
         *lines,
         *(f"{label}: {text}." for label, text in others if text),

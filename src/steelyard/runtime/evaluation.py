@@ -1,7 +1,8 @@
 """Evaluation of a run: loss on held-out data, reported every few steps."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from steelyard.errors import InvalidDataError, UserError
 from steelyard.modules.dimensions import take_imbalance
@@ -23,13 +24,21 @@ def open_run_data(
     return open_samples(source, options.text, plan.chain(), seq_len=plan.seq_len, seed=options.seed)
 
 
-def num_targets(data: SampleData | OwnData, samples: Iterable[int]) -> int | None:
-    """Return the number of targets in some samples; None if every sample has the same number."""
-    return max(1, data.num_targets(samples)) if isinstance(data, CompletionData) else None
+def step_on(data: SampleData | OwnData, samples: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of a step on some samples, which are a global batch."""
+
+    def numbered(read: Callable[[list[int]], Any]) -> Callable[[list[int]], Any]:
+        return lambda places: read([samples[place] for place in places])
+
+    step = {"read": numbered(data.read)}
+    if not isinstance(data, CompletionData):
+        return step
+    beside = {"model_kwargs": numbered(data.model_kwargs)} if data.model_kwargs([NO_SAMPLE]) else {}
+    return {**step, **beside, "num_targets": max(1, data.num_targets(samples))}
 
 
 class Evaluation:
-    """Evaluation on ``--eval-data``: all samples that fill complete global batches; with ``--sft`` all rows.
+    """Evaluation on ``--eval-data``: all samples that fill complete global batches; of rows, all.
 
     Raises `InvalidDataError` if there is less than one global batch (without ``--sft``).
     """
@@ -67,14 +76,10 @@ class Evaluation:
             places += [NO_SAMPLE] * (-len(places) % size)
         total, count = 0.0, 0
         for first in range(0, len(places) - size + 1, size):
-            batch = places[first : first + size]
-            targets = num_targets(data, batch)
-            loss = self._model.eval_step(
-                lambda samples, batch=batch: data.read([batch[each] for each in samples]),  # type: ignore[misc]
-                num_targets=targets,
-            )
-            total += loss.item() * (targets or 1)
-            count += targets or 1
+            step = step_on(data, places[first : first + size])
+            weight = step.get("num_targets", 1)
+            total += self._model.eval_step(**step).item() * weight
+            count += weight
         self._model.clock.take_s()
         take_imbalance(self._model.layers)  # only those of training are reported
         return total / count

@@ -59,7 +59,7 @@ def launch(
     source = options.source(data)
     check_optimizer(plan, options)
     for each in (source, options.eval_source):
-        prepare_data(each, options.text, task=plan.chain().family.task, seq_len=plan.seq_len)
+        prepare_data(each, options.text, plan)
     is_alone = elastic is None or elastic.rendezvous is None
     if options.checkpoint_dir is not None and is_alone:
         lock_folder(options.checkpoint_dir).close()

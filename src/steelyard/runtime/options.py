@@ -11,6 +11,7 @@ from steelyard.errors import UserError, nearest
 from steelyard.hardware import DeviceType
 from steelyard.limits import MOST_BYTES, MOST_STEPS
 from steelyard.profiles.record import SLOW_SHARE
+from steelyard.runtime.data.packing import STRATEGIES
 from steelyard.runtime.data.prepare import TextOptions
 from steelyard.runtime.data.rows import Rows
 
@@ -82,8 +83,14 @@ class TrainOptions:
     sft: bool = _option(
         False, "rows of --dataset have a prompt and a completion, or messages; only answers have a loss", parse_yes
     )
+    packing: str | None = _option(
+        None,
+        f"packing of rows of --dataset into samples: {', '.join(STRATEGIES)}; default: a row of --sft is one sample, "
+        "and texts are joined",
+        str,
+    )
     tokenizer: Path | None = _option(  # noqa: RUF009
-        None, "tokenizer.json or its folder; default: text is read as bytes, with --sft that of --init", Path
+        None, "tokenizer.json or its folder; default: text is read as bytes, rows with the one of --init", Path
     )
     text_key: str = _option("text", "column of the text in JSON lines and other rows", str)
     max_data_bytes: int | None = _option(
@@ -138,6 +145,7 @@ class TrainOptions:
         for name, given, known in (
             ("--schedule", [self.schedule], LR_SCHEDULES),
             ("--device", [] if self.device is None else [self.device], device_types),
+            ("--packing", [] if self.packing is None else [self.packing], STRATEGIES),
             ("--allow-change", self.allowed_changes, RUN_OPTIONS),
             ("--report-to", self.trackers, TRACKERS),
         ):
@@ -153,11 +161,11 @@ class TrainOptions:
             )
         if not all(0 <= beta < 1 for beta in self.beta_pair):
             raise _wrong_betas(self.betas)
-        if self.sft and (not self.dataset or self.max_data_bytes is not None):
+        if (self.sft or self.packing) and (not self.dataset or self.max_data_bytes is not None):
             raise UserError(
-                field="--sft",
+                field="--sft" if self.sft else "--packing",
                 found="--max-data-bytes" if self.dataset else "no --dataset",
-                expected="rows of a prompt and a completion, or of messages, whole",
+                expected="rows of a prompt and a completion, of messages, or of text, whole",
                 hint="take a part as --dataset NAME@train[:1000]" if self.dataset else "add --dataset NAME",
             )
 
@@ -218,9 +226,11 @@ class TrainOptions:
     @property
     def text(self) -> TextOptions:
         """Options for tokenizing text."""
-        own = self.init if self.sft and self.init is not None and (self.init / "tokenizer.json").is_file() else None
+        reads_rows = self.sft or self.packing is not None
+        own = self.init if reads_rows and self.init is not None and (self.init / "tokenizer.json").is_file() else None
         return TextOptions(
             completions_alone=self.sft,
+            packing=self.packing,
             tokenizer=self.tokenizer or own,
             text_key=self.text_key,
             max_bytes=self.max_data_bytes,

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain as concatenated
 from math import prod
-from typing import Any
+from tempfile import NamedTemporaryFile
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
@@ -39,6 +40,7 @@ from steelyard.runtime.data.order import rank_samples
 from steelyard.runtime.data.tokens import Samples
 from steelyard.runtime.loss_scale import LossScale
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index
+from steelyard.runtime.per_sample import check_per_sample
 from steelyard.runtime.pipeline_part import (
     ActivationLayout,
     Exchange,
@@ -50,6 +52,10 @@ from steelyard.runtime.pipeline_part import (
 from steelyard.runtime.stage import StageModule, build_chunks
 from steelyard.runtime.stage_clock import StageClock
 from steelyard.runtime.tied import find_shared_gradients
+from steelyard.schedules.pass_rows import with_transfers
+
+ModelKwargs: TypeAlias = Callable[[list[int]], Mapping[str, Tensor]]
+"""Arguments of the model's forward pass that differ between samples (`PER_SAMPLE`), for some of a global batch."""
 
 
 class ParallelModel:
@@ -78,6 +84,8 @@ class ParallelModel:
         """Callback at the end of each step: whether this rank should stop. All ranks then know it by `is_stopping`."""
         self._votes = torch.zeros(())
         self._seed = seed
+        self._proved = False
+        """Whether arguments that differ between samples were proved to be right for this model."""
         self._has_dropout = any(chunk.loop.has_dropout for chunk in chunks)
         self._shared = find_shared_gradients(plan, chain, self.layers)
         self._step_microbatches = self._pipeline_step() if plan.num_stages > 1 else self._accumulate
@@ -107,7 +115,11 @@ class ParallelModel:
         return routers.loss.coefficient if routers else 0.0
 
     def train_step(
-        self, read: Callable[[list[int]], Tensor | Samples], *, num_targets: int | Tensor | None = None
+        self,
+        read: Callable[[list[int]], Tensor | Samples],
+        *,
+        num_targets: int | Tensor | None = None,
+        model_kwargs: ModelKwargs | None = None,
     ) -> Tensor:
         """Run forward and backward of one global batch; return its mean loss, identical on every rank.
 
@@ -119,12 +131,15 @@ class ParallelModel:
         ``num_targets`` is the number of targets in the whole batch, over which the loss is averaged. Give it if some
         labels of next-token prediction are `IGNORED` (prompts, padding); by default every token is a target.
 
+        ``model_kwargs`` maps indices to arguments [len, S] of the model's forward pass, on every process: an
+        ``attention_mask`` of padding, or ``position_ids`` that begin anew with each of several packed sequences.
+
         Gradients are added to ``.grad``. In fp16 they are dropped if those of any rank are not finite
         (`LossScale.is_skipped`), and the optimizer's step with them. Raises `DivergedError` if that does not end.
         """
         if self.loss_scale is not None:
             self.loss_scale.take_in(self._local_gradients())
-        losses = self._run_passes(read, num_targets)
+        losses = self._run_passes(read, num_targets, model_kwargs)
         with self.clock.working():
             for chunk in self.chunks:
                 chunk.end_step()
@@ -140,7 +155,11 @@ class ParallelModel:
         return mean
 
     def eval_step(
-        self, read: Callable[[list[int]], Tensor | Samples], *, num_targets: int | Tensor | None = None
+        self,
+        read: Callable[[list[int]], Tensor | Samples],
+        *,
+        num_targets: int | Tensor | None = None,
+        model_kwargs: ModelKwargs | None = None,
     ) -> Tensor:
         """Run the forward pass of one global batch in evaluation mode; return its mean loss, identical on every rank.
 
@@ -148,12 +167,14 @@ class ParallelModel:
         change.
         """
         with torch.no_grad(), _evaluating(self.chunks):
-            losses = self._run_passes(read, num_targets)
+            losses = self._run_passes(read, num_targets, model_kwargs)
             for chunk in self.chunks:
                 chunk.end_evaluation()
             return self._mean_loss(losses)[0]
 
-    def predict_step(self, read: Callable[[list[int]], Tensor | Samples]) -> Tensor:
+    def predict_step(
+        self, read: Callable[[list[int]], Tensor | Samples], *, model_kwargs: ModelKwargs | None = None
+    ) -> Tensor:
         """Return the logits [N, S, V] of a global batch in fp32, or [N, V] of images, on every rank.
 
         Otherwise the same as `eval_step`. Every rank needs memory for all logits. Raises `InvalidModelError` for a
@@ -171,7 +192,7 @@ class ParallelModel:
             for chunk in self.chunks:
                 chunk.logits = found
             try:
-                self._run_passes(read, 1, predicts=True)
+                self._run_passes(read, 1, model_kwargs, predicts=True)
             finally:
                 for chunk in self.chunks:
                     chunk.end_evaluation()
@@ -189,6 +210,7 @@ class ParallelModel:
         self,
         read: Callable[[list[int]], Tensor | Samples],
         num_targets: int | Tensor | None,
+        model_kwargs: ModelKwargs | None,
         *,
         predicts: bool = False,
     ) -> list[Tensor]:
@@ -196,6 +218,8 @@ class ParallelModel:
         if self.chain.split.module:
             self._deal_out(read)
             read = _numbers
+        for chunk in self.chunks:
+            chunk.model_kwargs = [] if model_kwargs is None else self._kwargs_of(chunk, model_kwargs)
         inputs, labels = self.input_samples(), self.label_samples()
         tokens_BS = Samples.of(read(inputs)).inputs.to(self.device) if inputs is not None else None  # noqa: N806
         labels_BS = Samples.of(read(labels)).labels.to(self.device) if labels is not None else None  # noqa: N806
@@ -322,6 +346,25 @@ class ParallelModel:
                 for batches, batch in zip(chunk.batches, dealt[samples], strict=True):
                     batches[int(name)] = batch
 
+    def _kwargs_of(
+        self, chunk: StageModule, model_kwargs: ModelKwargs
+    ) -> list[list[tuple[list[str], dict[str, Tensor]]]]:
+        """Return the arguments that differ between samples for the layers of a chunk, microbatch by microbatch."""
+        if not self._proved:
+            check_per_sample(self.plan)
+            self._proved = True
+        names_of: dict[tuple[int, ...], list[str]] = {}
+        for name in chunk.layers:
+            names_of.setdefault(tuple(self._samples(self.plan.strategies[int(name)])), []).append(name)
+        count = self.plan.num_microbatches
+        found: list[list[tuple[list[str], dict[str, Tensor]]]] = [[] for _ in range(count)]
+        for samples, names in names_of.items():
+            whole = model_kwargs(list(samples)).items()
+            parts = [(name, each.to(self.device).chunk(count)) for name, each in whole]
+            for index, of_microbatch in enumerate(found):
+                of_microbatch.append((names, {name: each[index] for name, each in parts}))
+        return found
+
     def _count_targets(self, labels_BS: Tensor | None, num_targets: int | Tensor | None) -> None:  # noqa: N803
         """Set the number of targets of the global batch in all parts; count them if it differs between batches."""
         task = self.chain.family.task
@@ -352,12 +395,18 @@ class ParallelModel:
             for number, chunk in enumerate(self.chunks)
         ]
         chosen = plan.pipeline.schedule
-        schedule = getattr(pipelining, chosen.torch_name)(
+        schedule = getattr(schedules, chosen.torch_name)(
             parts if chosen.takes_chunks else parts[0],
             plan.num_microbatches,
             loss_fn=lambda loss, _labels: self._scaled(loss),
             scale_grads=False,
         )
+        if chosen.orders_by_time:
+            rows = with_transfers([plan.pipeline.passes(stage) for stage in range(plan.num_stages)])
+            with NamedTemporaryFile("w", suffix=".csv") as file:
+                file.writelines(",".join(row) + "\n" for row in rows)
+                file.flush()
+                schedule._load_csv(file.name, format="compute_comms")
 
         def step(tokens_BS: Tensor | None, targets: dict[str, Tensor]) -> list[Tensor]:  # noqa: N803
             inputs = () if tokens_BS is None else (tokens_BS,)

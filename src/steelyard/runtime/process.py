@@ -141,7 +141,7 @@ def _train(plan: Plan, data: str | None, options: TrainOptions, *, store: dist.S
     source = options.source(data)
     if local_rank() == 0:
         for each in (source, options.eval_source):
-            prepare_data(each, options.text, task=plan.chain().family.task, seq_len=plan.seq_len)
+            prepare_data(each, options.text, plan)
     if os.environ["RANK"] == "0":
         check_outputs(options)
     from steelyard.runtime.train import train  # imports transformers, which takes seconds: report mistakes before

@@ -154,7 +154,8 @@ class LayerLoop(nn.Module):
             hidden, current = self._placed(hidden, current, wanted), wanted
             if share is not None:
                 seed_dropout(*dropout_seed, int(name), share)
-            hidden = layer.within(hidden, context, _without_statistics(layer, statistics))
+            own = context.by_layer.get(name, context)
+            hidden = layer.within(hidden, own, _without_statistics(layer, statistics))
         hidden = hidden if self._outgoing is None else self._placed(hidden, current, self._outgoing)
         return as_flow((*tensors_of(hidden), *([self._routers.own(statistics)] if self._routers else [])))
 
@@ -219,6 +220,9 @@ class StageModule(nn.Module):
         """Predictions of the head, which replace the loss; None if the head computes a loss."""
         self.batches: list[dict[int, OwnBatch]] = []
         """Inputs that layers of a user's own module read in each microbatch of a step; set before the step."""
+        self.model_kwargs: list[list[tuple[list[str], dict[str, Tensor]]]] = []
+        """Layers that read the same samples in each microbatch of a step, and arguments that differ between samples
+        (`PER_SAMPLE`); set before the step."""
 
     @property
     def layers(self) -> nn.ModuleDict:
@@ -288,6 +292,9 @@ class StageModule(nn.Module):
             batch=batch,
             logits=self.logits,
         )
+        for names, model_kwargs in self.model_kwargs[self._forwards_done] if self.model_kwargs else ():
+            side = self.side(self._seq_len, self.dtype, inputs[0].device, model_kwargs)
+            context.by_layer |= dict.fromkeys(names, context.of_samples(side, model_kwargs))
         flow, before = self.routers.arrived(inputs) if self.routers else (inputs, None)
         output = self.loop(as_flow(flow), context, (*self._dropout_seed, self._forwards_done))
         if self.routers:

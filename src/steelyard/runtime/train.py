@@ -35,7 +35,7 @@ from steelyard.runtime.checks import check_builder, device_type_of, stage_pool
 from steelyard.runtime.data.rows import Rows
 from steelyard.runtime.data.source import OwnData, SampleData
 from steelyard.runtime.divergence import Divergence
-from steelyard.runtime.evaluation import Evaluation, num_targets, open_run_data
+from steelyard.runtime.evaluation import Evaluation, open_run_data, step_on
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.optimizer import learning_rate, make_optimizers
 from steelyard.runtime.options import TrainOptions
@@ -270,10 +270,7 @@ class _Trainer:
 
     def _step(self, step: int) -> tuple[Tensor, Tensor]:
         first = self.persistence.first_sample(step)
-        loss = self.model.train_step(
-            lambda samples: self._data.read([first + sample for sample in samples]),
-            num_targets=num_targets(self._data, range(first, first + self.model.plan.global_batch)),
-        )
+        loss = self.model.train_step(**step_on(self._data, range(first, first + self.model.plan.global_batch)))
         norm = self.model.clip_gradients(self._options.max_grad_norm)
         if self._options.keep_going and not norm.isfinite():
             for parameter in self.model.parameters():

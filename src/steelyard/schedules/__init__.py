@@ -9,9 +9,10 @@ from steelyard.schedules.interleaved import INTERLEAVED_1F1B
 from steelyard.schedules.one_f_one_b import ONE_F_ONE_B
 from steelyard.schedules.pipeline import PassOrder, Phase, PipelineConfig, Schedule
 from steelyard.schedules.zero_bubble import INTERLEAVED_ZERO_BUBBLE
+from steelyard.schedules.zero_bubble_auto import ZERO_BUBBLE_AUTO
 
 SCHEDULES: dict[str, Schedule] = {
-    each.name: each for each in (GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, INTERLEAVED_ZERO_BUBBLE)
+    each.name: each for each in (GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, INTERLEAVED_ZERO_BUBBLE, ZERO_BUBBLE_AUTO)
 }
 """All schedules by name."""
 USUAL: Schedule = ONE_F_ONE_B

@@ -43,6 +43,11 @@ class PassOrder:
         change = (self.phase == Phase.FORWARD).astype(np.int64) - (self.phase == Phase.BACKWARD)
         return int((change if chunk is None else change * (self.chunk == chunk)).cumsum().max())
 
+    def waiting(self) -> int:
+        """Maximum number of pending weight passes when a forward or a backward pass begins."""
+        change = (self.phase == Phase.BACKWARD).astype(np.int64) - (self.phase == Phase.WEIGHT)
+        return int((change.cumsum() - change)[self.phase != Phase.WEIGHT].max())
+
 
 def all_of(num_microbatches: int, phase: Phase) -> PassOrder:
     """Return a pass for each microbatch in order, for stages with a single chunk."""
@@ -80,6 +85,8 @@ class Schedule(ABC):
     """Whether torch waits for sends only at the end of the step, which keeps sent tensors in memory until then."""
     splits_backward: bool = False
     """Whether weight gradients are computed in separate passes."""
+    orders_by_time: bool = False
+    """Whether the order of passes depends on their times: it is then part of the plan."""
     why_not_everywhere: str = ""
     """Reason why the search skips some configurations that the schedule can run; empty if it skips none."""
     only_alone: bool = False
@@ -148,6 +155,9 @@ class PipelineConfig:
     """Parts of the model per stage."""
     num_microbatches: int
     schedule: Schedule
+    pass_order: tuple[str, ...] = ()
+    """Row of passes of each stage (`steelyard.schedules.pass_rows`), if the schedule's order depends on times and these
+    are known."""
 
     def __post_init__(self) -> None:
         counts = (self.num_stages, self.num_chunks, self.num_microbatches)
@@ -169,7 +179,14 @@ class PipelineConfig:
         return self.num_microbatches * self.num_chunks
 
     def check(self) -> None:
-        """Raise `InvalidPlanError` if the schedule cannot run this number of microbatches."""
+        """Raise `InvalidPlanError` if the schedule cannot run this number of microbatches, or this order of passes."""
+        if self.pass_order and not self.schedule.orders_by_time:
+            raise InvalidPlanError(
+                field="pass_order",
+                found=f"an order of passes under {self.schedule}",
+                expected="none, because the schedule has its own",
+                hint="leave pass_order out, or use a schedule that takes its order from times",
+            )
         refusal = self.schedule.refusal(self)
         if refusal is not None:
             raise refusal

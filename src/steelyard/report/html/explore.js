@@ -1,10 +1,12 @@
 // Chooses which solved plan is seen, and finds the nearest place that reaches a milestone. It computes no plan.
 "use strict";
-(() => {
-  const { keys, axes, own, command, points, plans } = JSON.parse(document.getElementById("data").textContent);
+(async () => {
+  const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (each) => each.charCodeAt(0));
+  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const { keys, axes, own, command, points, plans } = await new Response(unpacked).json();
   const [form] = document.forms;
   const at = (name) => document.getElementById(name);
-  const [SOFTWARE, SIZE, DEVICES, MEMORY] = [0, 1, 2, 3];
+  const [LEVER, SIZE, DEVICES, MEMORY] = [1, 2, 3, 4];
   const places = points.map((_, index) => place(index));
   let chosen = [...own];
 
@@ -89,7 +91,7 @@
     const rows = axes[DEVICES].words.map((words, device) => make("tr", {}, make("th", { scope: "row" }, words),
       ...axes[MEMORY].words.map((_, memory) => {
         const where = moved(moved(chosen, DEVICES, device), MEMORY, memory), plan = planAt(where);
-        const text = plan ? plan.step : pointAt(where) === null ? "not solved" : "does not fit";
+        const text = plan ? plan.step : pointAt(where) === null ? "not solved" : "no plan";
         const button = make("button", { type: "button", onclick: () => choose(where) }, text);
         if (plan) button.style.setProperty("--share", `${Math.round(10 + 60 * plan.tokens / most)}%`);
         if (`${where}` === `${chosen}`) button.setAttribute("aria-current", "true");
@@ -103,8 +105,8 @@
     const point = pointAt(chosen), plan = planAt(chosen);
     at("choice").textContent = axes.map((axis, index) => axis.words[chosen[index]]).join(" · ");
     at("verdict").textContent = plan ? point[1]
-      : point === null ? "Not solved: the time ran out before this choice." : `Does not fit: ${point}.`;
-    at("plan").replaceChildren(...(plan ? [at(`plan-${point[0]}`).content.cloneNode(true)] : []));
+      : point === null ? "Not solved: the time ran out before this choice." : `No plan: ${point}.`;
+    at("plan").innerHTML = plan ? plan.html : "";
     const budget = axes[MEMORY].values[chosen[MEMORY]], most = Math.max(...axes[MEMORY].values);
     for (const line of at("plan").querySelectorAll(".limit i")) line.style.left = `${budget / Math.max(most, plan.bytes) * 100}%`;
     for (const [name, find] of Object.entries(milestones)) {
@@ -113,9 +115,10 @@
       at(`${name}-show`).hidden = !target;
       at(`${name}-show`).onclick = target ? () => choose(target) : null;
     }
-    at("line").textContent = [command, ...axes.map((axis, index) => axis.options[chosen[index]])].filter(Boolean).join(" ");
+    const line = [command, ...axes.map((axis, index) => axis.options[chosen[index]])].filter(Boolean).join(" ");
+    at("line").replaceChildren(...line.split(" ").flatMap((word) => [make("span", {}, word), " "]));
     for (const [axis, key] of keys.entries()) {
-      if (axis === SOFTWARE) form.elements[key].value = String(chosen[axis]);
+      if (axis <= LEVER) form.elements[key].value = String(chosen[axis]);
       else {
         const slider = form.elements[key];
         slider.value = chosen[axis];

@@ -1,10 +1,12 @@
 """Solved plans as an interactive page: controls for the axes, and the plan, its memory, time and cost at each point.
 
-All content is built here, with a ``<template>`` for each plan. ``explore.js`` only selects what is visible and finds
-the nearest point that reaches a milestone.
+All content is built here, the plans as compressed JSON, whose texts repeat. ``explore.js`` only selects what is visible
+and finds the nearest point that reaches a milestone.
 """
 
+import base64
 import json
+import zlib
 from collections import Counter
 from importlib.metadata import version
 from itertools import groupby, product
@@ -24,7 +26,9 @@ _HOUR_S = 3600
 _MILESTONES = {"fits": "To fit", "twice": "Twice the {}", "half": "Half the time"}
 MOST_STRATEGIES = 4
 """Maximum number of strategies shown unfolded."""
-_KEYS = ("software", "size", "devices", "memory")
+_KEYS = ("engine", "lever", "size", "devices", "memory")
+_SWITCHES = 2
+"""Number of axes, the first ones, with values in no order: radio buttons, not sliders."""
 
 
 def explore_page(found: Exploration) -> str:
@@ -36,7 +40,7 @@ def explore_page(found: Exploration) -> str:
         tag("h1", found.model, tag("span", " on "), found.cluster),
         tag("noscript", tag("p", "The controls of this page need JavaScript.", class_="note")),
     )
-    size = "context" if found.axes[1].name == "sequence length" else "batch"
+    size = "context" if found.axes[2].name == "sequence length" else "batch"
     answer = tag(
         "div",
         tag("p", id="choice", class_="hint"),
@@ -50,7 +54,7 @@ def explore_page(found: Exploration) -> str:
         ),
         section(
             "map",
-            "All solved plans at this " + found.axes[1].name,
+            "All solved plans at this " + found.axes[2].name,
             tag("p", "Step time by devices and memory per device; the colour is tokens per second.", class_="hint"),
             tag("div", class_="scroll", tabindex="0", id="cells"),
         ),
@@ -58,15 +62,10 @@ def explore_page(found: Exploration) -> str:
         class_="answer",
     )
     footer = tag("footer", _notes(found), tag("p", f"Written by steelyard {version('steelyard')}."))
-    templates = [tag("template", _plan(plan, found), id=f"plan-{index}") for index, plan in enumerate(found.plans)]
-    data = tag(
-        "script",
-        Html(json.dumps(_data(found), separators=(",", ":")).replace("<", "\\u003c")),
-        type="application/json",
-        id="data",
-    )
+    packed = zlib.compress(json.dumps(_data(found), separators=(",", ":")).encode(), 9)
+    data = tag("script", base64.b64encode(packed).decode(), type="text/plain", id="data")
     body = tag("div", _controls(found), answer, class_="explore")
-    return document(title, title, (header, body, footer, templates, data), script="explore.js")
+    return document(title, title, (header, body, footer, data), script="explore.js")
 
 
 def _command_hint() -> Html:
@@ -77,15 +76,14 @@ def _command_hint() -> Html:
 
 def _controls(found: Exploration) -> Html:
     """Build the controls as native inputs with labels: radio buttons for engines and levers, sliders for other axes."""
-    ways = found.axes[0]
-    radios = [
-        tag(
-            "label",
-            tag("input", type="radio", name="software", value=str(index), checked=index == ways.own),
-            tag("span", words),
-        )
-        for index, words in enumerate(ways.words)
-    ]
+    switches = []
+    for key, axis in zip(_KEYS, found.axes[:_SWITCHES], strict=False):
+        inputs = [
+            tag("input", type="radio", name=key, value=str(index), checked=index == axis.own)
+            for index in range(len(axis.words))
+        ]
+        radios = [tag("label", each, tag("span", words)) for each, words in zip(inputs, axis.words, strict=True)]
+        switches.append(tag("fieldset", tag("legend", axis.name), radios))
     sliders = [
         tag(
             "div",
@@ -94,12 +92,12 @@ def _controls(found: Exploration) -> Html:
             tag("input", type="range", id=key, min=0, max=len(axis.words) - 1, step=1, value=axis.own),
             class_="slider",
         )
-        for key, axis in zip(_KEYS[1:], found.axes[1:], strict=True)
+        for key, axis in zip(_KEYS[_SWITCHES:], found.axes[_SWITCHES:], strict=True)
     ]
     return tag(
         "form",
         sliders[::-1],
-        tag("fieldset", tag("legend", ways.name), radios),
+        switches,
         tag("button", "Back to what was asked", type="reset"),
         tag("p", "The address of this page keeps the choice.", class_="hint", id="kept"),
         class_="choose",
@@ -124,7 +122,7 @@ def _data(found: Exploration) -> dict[str, object]:
         if point.plan is None:
             points[point.place] = point.reason
         else:
-            budget = found.axes[3].values[point.place[3]]
+            budget = found.axes[-1].values[point.place[-1]]
             points[point.place] = [point.plan, _verdict(found.plans[point.plan], budget, found)]
     return {
         "keys": _KEYS,
@@ -132,7 +130,7 @@ def _data(found: Exploration) -> dict[str, object]:
         "own": [axis.own for axis in found.axes],
         "command": found.command,
         "points": [points.get(place) for place in product(*(range(len(axis.words)) for axis in found.axes))],
-        "plans": [_figures(plan, found) for plan in found.plans],
+        "plans": [{**_figures(plan, found), "html": _plan(plan, found)} for plan in found.plans],
     }
 
 
@@ -169,7 +167,7 @@ def _plan(plan: Plan, found: Exploration) -> Html:
     prediction = plan.prediction
     assert prediction is not None, "explored plans are predicted"
     held = {name: float(size) for name, size in prediction.stages[prediction.fullest].memory_bytes.items()}
-    names, budgets = memory_names([held]), found.axes[3].values
+    names, budgets = memory_names([held]), found.axes[-1].values
     colour = colours(names, MEMORY_COLOURS)
     whole = max(*budgets, sum(held.values()))
     where = f"On stage {prediction.fullest}" if plan.num_stages > 1 else "On every device"
@@ -248,7 +246,7 @@ def _notes(found: Exploration) -> list[Html]:
         missing: dict[str, int] = {}
         for place in product(*(range(len(axis.words)) for axis in found.axes)):
             if place not in places:
-                name = ", ".join(axis.words[at] for axis, at in zip(found.axes[:2], place[:2], strict=True))
+                name = ", ".join(axis.words[at] for axis, at in zip(found.axes[:3], place[:3], strict=True))
                 missing[name] = missing.get(name, 0) + 1
         told = "; ".join(f"{count} of {name}" for name, count in missing.items())
         notes.append(f"The time ran out before {total - solved}: {told}. A longer --time-limit solves them.")

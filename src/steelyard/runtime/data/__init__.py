@@ -10,6 +10,7 @@ reads only the samples that it trains on.
 | `files`       | token files, read in place; a file that shrinks raises an error                   |
 | `rows`        | rows read by `datasets`, and mixtures of them                                     |
 | `completions` | prompts with completions, and conversations, as tokens with targets               |
+| `packing`     | packing of rows into samples of one length                                        |
 | `prepare`     | text, documents and tokenizers; token files, written once and cached              |
 | `tokens`      | samples for next-token and masked-token prediction and for encoder-decoder models |
 | `source`      | sources of ``--data`` and ``--dataset``; samples of images, features, own modules |

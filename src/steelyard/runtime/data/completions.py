@@ -1,4 +1,4 @@
-"""Samples for fine-tuning: prompts with completions, or conversations; only answers contribute to the loss.
+"""Rows as samples: prompts with completions, conversations, or packed texts; only answers contribute to the loss.
 
 | columns                  | tokens                                            | targets                               |
 |--------------------------|---------------------------------------------------|---------------------------------------|
@@ -6,50 +6,78 @@
 | messages                 | output of the tokenizer's chat template           | turns of the assistant                |
 | prompt, completion:      | output of the template for both lists             | turns of the assistant in completion  |
 | lists of messages        |                                                   |                                       |
+| text (`--packing` alone) | the text and end token                            | all                                   |
+
+Other names of a prompt and its completion are in `_PAIRS`. An encoder-decoder model reads the one and predicts the
+other, both as its tokenizer writes sources and targets (``text_target``), with special tokens.
 
 The assistant's turns are those that the template marks (``{% generation %}``). If it has no marks, a turn consists of
 the tokens by which the conversation up to its end extends the prompt for it (``add_generation_prompt``). A template
 without marks that changes earlier turns is rejected.
 
-A row is one sample, truncated to the plan's sequence length or padded at its end; no token sees the padding, and it has
-no targets. Rows without targets within that length are skipped. The loss is the mean over the targets of a global
-batch. Not implemented: packing several rows into a sample.
+Without packing (`steelyard.runtime.data.packing`) a row is one sample, truncated to the plan's sequence length or
+padded at its end; no token sees the padding, and it has no targets. Rows without targets within that length are
+skipped. The loss is the mean over the targets of a global batch.
 """
 
 import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from steelyard.errors import InvalidDataError, UserError
+from steelyard.runtime.data.packing import SPLIT, WRAPPED
 from steelyard.runtime.data.rows import Rows, Source, check_columns, stored_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
-TOKEN_IDS, IS_TARGET, NUM_TARGETS = "input_ids", "is_target", "num_targets"
+MESSAGES = "messages"
+_PAIRS = (("prompt", "completion"), ("source", "target"), ("document", "summary"))
+"""Names of the columns of a prompt and its completion."""
+TOKEN_IDS, IS_TARGET, LABELS = "input_ids", "is_target", "labels"
+"""Columns of a tokenized row: tokens, and which of them are targets, or the targets of an encoder-decoder model."""
+NUM_TOKENS, NUM_TARGETS = "num_tokens", "num_targets"
 _ASSISTANT = "assistant"
 _MARKS = re.compile(r"\{%-?\s*generation\b")
-_VERSION = 1
+_VERSION = 2
 """Version of the cached tokens; bump when a row yields different tokens."""
 
 _Turns = tuple[list[int], list[bool]]
 """Tokens, and for each whether it is a target."""
 
 
-def open_completions(rows: Rows, tokenizer_folder: Path | None, *, seq_len: int) -> "Dataset":
-    """Return all rows with targets as tokens, cached by `datasets`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOptions:
+    """Options for reading rows as samples: tokenizer, length of a sample, and strategy of packing, if any.
 
-    Raises `UserError` without a tokenizer, and `InvalidDataError` if rows have neither format or none has a target.
+    The column ``text_key`` is read if one is given, and ``is_seq2seq`` are rows for an encoder-decoder model.
     """
-    tokenizer, identity = _open_tokenizer(tokenizer_folder)
-    made = [_tokenized(source, tokenizer, identity, seq_len) for source in rows.sources]
-    mixed = rows.mixed(made)
+
+    tokenizer: Path | None
+    seq_len: int
+    packing: str | None = None
+    text_key: str | None = None
+    is_seq2seq: bool = False
+
+
+def open_completions(rows: Rows, options: RowOptions) -> "Dataset":
+    """Return all rows with targets as tokens, cached by `datasets`; no row has more than a sample's.
+
+    Raises `UserError` without a tokenizer, and `InvalidDataError` if rows have no known format or none has a target.
+    """
+    tokenizer, identity = _open_tokenizer(options.tokenizer)
+    seq_len = options.seq_len
+    mixed = rows.mixed([_tokenized(source, tokenizer, identity, options) for source in rows.sources])
+    if options.packing == WRAPPED:
+        mixed = mixed.map(_wrapped, batched=True, fn_kwargs={"seq_len": seq_len}, remove_columns=mixed.column_names)
     taught = np.flatnonzero(np.asarray(mixed.with_format("numpy")[NUM_TARGETS][:]))
     if not len(taught):
         raise InvalidDataError(
@@ -89,34 +117,42 @@ def _open_tokenizer(folder: Path | None) -> tuple[Any, str]:
             hint="name it in tokenizer_config.json",
         )
     parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token, tokenizer.chat_template]
+    parts += [getattr(tokenizer, "tgt_lang", None)]  # of texts that are targets
     return tokenizer, hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _tokenized(source: Source, tokenizer: Any, identity: str, seq_len: int) -> "Dataset":
-    rows = source.load()
-    key = [_VERSION, identity, seq_len, source.split, stored_files(rows)]
-    wanted = [MESSAGES] if MESSAGES in rows.column_names else [PROMPT, COMPLETION]
-    check_columns(source, rows, wanted, f"or {MESSAGES}, since --sft trains on what answers")
-    is_text = PROMPT in wanted and isinstance(rows[0][PROMPT], str)
-    if not is_text and tokenizer.chat_template is None:
+def _tokenized(source: Source, tokenizer: Any, identity: str, options: RowOptions) -> "Dataset":
+    rows, seq_len, packing = source.load(), options.seq_len, options.packing
+    key = [_VERSION, identity, seq_len, packing, options.is_seq2seq, options.text_key, source.split, stored_files(rows)]
+    wanted = _columns(source, rows, options)
+    is_text = MESSAGES not in wanted and isinstance(rows[0][wanted[0]], str)
+    if not is_text and not options.is_seq2seq and tokenizer.chat_template is None:
         raise InvalidDataError(
             found=f"messages in {source.name}, and a tokenizer without a chat template",
             expected="a template that writes messages as text",
             hint="put the model's chat_template.jinja into the folder of --tokenizer, or give prompts and completions "
             "as text",
         )
-    turns: Callable[[Any, Any], _Turns] = _written if is_text else _conversed
+    if options.is_seq2seq:
+        turns: Callable[..., tuple[list[int], list[Any]]] = partial(_translated, seq_len=seq_len)
+    else:
+        turns = _written if is_text else _conversed
+    of_targets = LABELS if options.is_seq2seq else IS_TARGET
 
     def tokenize(batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {TOKEN_IDS: [], IS_TARGET: [], NUM_TARGETS: []}
+        found: dict[str, list[Any]] = {name: [] for name in (TOKEN_IDS, of_targets, NUM_TOKENS, NUM_TARGETS)}
         for number, *row in zip(numbers, *(batch[name] for name in wanted), strict=True):
             try:
-                tokens, is_target = turns(tokenizer, row)
+                tokens, targets = turns(tokenizer, row)
             except _RowError as error:
                 raise _no_row(source, number, str(error)) from error
-            found[TOKEN_IDS].append(tokens[:seq_len])
-            found[IS_TARGET].append(is_target[:seq_len])
-            found[NUM_TARGETS].append(sum(is_target[1:seq_len]))  # nothing predicts the first token
+            length = len(tokens) if packing == WRAPPED else seq_len
+            for begin in range(0, len(tokens) if packing == SPLIT else 1, length):
+                part, of_part = tokens[begin : begin + length], targets[begin : begin + length]
+                # nothing predicts the first token of a causal model
+                count = len(of_part) if options.is_seq2seq else sum(of_part[1:])
+                for name, value in zip(found, (part, of_part, len(part), count), strict=True):
+                    found[name].append(value)
         return found
 
     return rows.map(
@@ -128,16 +164,52 @@ def _tokenized(source: Source, tokenizer: Any, identity: str, seq_len: int) -> "
     )
 
 
+def _columns(source: Source, rows: "Dataset", options: RowOptions) -> list[str]:
+    """Return the columns to read. Raises `InvalidDataError` if rows have none of the known names."""
+    if options.text_key is not None:
+        check_columns(source, rows, [options.text_key], "the column of the text: --text-key")
+        return [options.text_key]
+    if MESSAGES in rows.column_names and not options.is_seq2seq:
+        return [MESSAGES]
+    pair = next((each for each in _PAIRS if set(each) <= set(rows.column_names)), _PAIRS[0])
+    others = [" and ".join(each) for each in _PAIRS[1:]] + [MESSAGES] * (not options.is_seq2seq)
+    check_columns(source, rows, pair, f"or {', '.join(others)}, since --sft trains on what answers")
+    return list(pair)
+
+
+def _wrapped(batch: Mapping[str, Sequence[Any]], seq_len: int) -> dict[str, list[Any]]:
+    """Return the tokens of some rows joined and cut into samples."""
+    tokens, is_target = (list(chain.from_iterable(batch[name])) for name in (TOKEN_IDS, IS_TARGET))
+    begins = range(0, len(tokens), seq_len)
+    parts, of_parts = ([each[begin : begin + seq_len] for begin in begins] for each in (tokens, is_target))
+    counts = [len(each) for each in parts], [sum(each[1:]) for each in of_parts]
+    return dict(zip((TOKEN_IDS, IS_TARGET, NUM_TOKENS, NUM_TARGETS), (parts, of_parts, *counts), strict=True))
+
+
 class _RowError(ValueError):
     """An invalid row."""
 
 
-def _written(tokenizer: Any, row: Sequence[Any]) -> _Turns:
+def _check_texts(row: Sequence[Any]) -> None:
     if not all(isinstance(each, str) for each in row):
-        raise _RowError(f"a {type(row[0]).__name__} and a {type(row[1]).__name__}, not two texts")
-    prompt = tokenizer(row[0], verbose=False).input_ids
-    completion = tokenizer(row[1], add_special_tokens=False, verbose=False).input_ids
-    completion.append(tokenizer.eos_token_id)
+        raise _RowError(f"{' and '.join(f'a {type(each).__name__}' for each in row)}, not text")
+
+
+def _translated(tokenizer: Any, row: Sequence[Any], *, seq_len: int) -> tuple[list[int], list[int]]:
+    """Return the tokens of a source and of its target."""
+    _check_texts(row)
+    cut = {"truncation": True, "max_length": seq_len}
+    return tokenizer(row[0], **cut).input_ids, tokenizer(text_target=row[1], **cut).input_ids
+
+
+def _written(tokenizer: Any, row: Sequence[Any]) -> _Turns:
+    """Return the tokens of a prompt, if there is one, and of a completion, which are targets."""
+    _check_texts(row)
+    *prompts, answer = row
+    prompt = [token for each in prompts for token in tokenizer(each, verbose=False).input_ids]
+    completion = tokenizer(answer, add_special_tokens=not prompts, verbose=False).input_ids
+    if completion[-1:] != [tokenizer.eos_token_id] or prompts:
+        completion.append(tokenizer.eos_token_id)
     return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
 
@@ -183,6 +255,6 @@ def _conversed(tokenizer: Any, row: Sequence[Any]) -> _Turns:
 def _no_row(source: Source, number: int, found: str) -> InvalidDataError:
     return InvalidDataError(
         found=f"{found}, in row {number + 1} of {source.name}@{source.split}",
-        expected=f"{PROMPT} and {COMPLETION} as text or as messages, or {MESSAGES}, which the chat template writes",
+        expected=f"a prompt and a completion as text or as messages, or {MESSAGES}, which the chat template writes",
         hint="correct the row, or leave it out",
     )

@@ -32,8 +32,10 @@ from steelyard.errors import InvalidDataError, UserError
 from steelyard.files import read_json
 from steelyard.model.family import Task
 from steelyard.plan.file import default_folder
-from steelyard.runtime.data.completions import open_completions
+from steelyard.plan.plan import Plan
+from steelyard.runtime.data.completions import RowOptions, open_completions
 from steelyard.runtime.data.files import NUM_BYTE_TOKENS, is_token_file, smallest_type
+from steelyard.runtime.data.packing import BFD, SPLIT
 from steelyard.runtime.data.rows import Rows, Source
 
 _DOCUMENTS_AT_ONCE = 256
@@ -193,16 +195,30 @@ class TextOptions:
     """Mask token for masked-token prediction; takes precedence over the tokenizer's."""
     completions_alone: bool = False
     """Whether rows are prompts with completions, or conversations, and only answers contribute to the loss."""
+    packing: str | None = None
+    """Strategy by which rows are packed into samples (`steelyard.runtime.data.packing`); None for no packing."""
+
+    def of_rows(self, task: Task, seq_len: int) -> RowOptions | None:
+        """Return the options for reading rows one by one; None if they are one stream of text."""
+        if not self.completions_alone and self.packing is None:
+            return None
+        return RowOptions(
+            tokenizer=self.tokenizer,
+            seq_len=seq_len,
+            packing=self.packing,
+            text_key=None if self.completions_alone else self.text_key,
+            is_seq2seq=task is Task.SEQ2SEQ_LM,
+        )
 
 
-def prepare_data(
-    data: Path | Rows | None, options: TextOptions, *, task: Task = Task.CAUSAL_LM, seq_len: int = 0
-) -> None:
+def prepare_data(data: Path | Rows | None, options: TextOptions, plan: Plan) -> None:
     """Check the data and tokenize text before a run starts, so that no process has to wait for it."""
+    task = plan.chain().family.task
     if isinstance(data, Rows):
-        check_rows(task, options)
-        if options.completions_alone:
-            open_completions(data, options.tokenizer, seq_len=seq_len)
+        check_rows(plan, options)
+        of_rows = options.of_rows(task, plan.seq_len)
+        if of_rows is not None:
+            open_completions(data, of_rows)
         else:
             prepare_text(data, options)
         return
@@ -213,8 +229,9 @@ def prepare_data(
         prepare_text(data, options)
 
 
-def check_rows(task: Task, options: TextOptions) -> None:
-    """Raise `UserError` unless the task can be trained on rows."""
+def check_rows(plan: Plan, options: TextOptions) -> None:
+    """Raise `UserError` unless the plan's model can be trained on rows, packed as the options say."""
+    task = plan.chain().family.task
     if not task.reads_text or task.reads_features:
         raise UserError(
             field="--dataset",
@@ -222,13 +239,24 @@ def check_rows(task: Task, options: TextOptions) -> None:
             expected="a model that reads text",
             hint="give --data what the model reads: steelyard train --help",
         )
-    if options.completions_alone and task is not Task.CAUSAL_LM:
+    if options.completions_alone and task not in (Task.CAUSAL_LM, Task.SEQ2SEQ_LM):
         raise UserError(
             field="--sft",
             found=f"a plan for {task}",
-            expected=f"one for {Task.CAUSAL_LM}: an encoder sees what fills samples up to one length",
+            expected=f"one for {Task.CAUSAL_LM} or {Task.SEQ2SEQ_LM}, which answer",
             hint="leave --sft out",
         )
+    if options.packing is not None and task is not Task.CAUSAL_LM:
+        raise UserError(
+            field="--packing",
+            found=f"a plan for {task}",
+            expected=f"one for {Task.CAUSAL_LM}: rows of other models are not packed",
+            hint="leave --packing out",
+        )
+    if options.packing in (BFD, SPLIT) or (options.completions_alone and task is not Task.CAUSAL_LM):
+        from steelyard.runtime.per_sample import check_per_sample  # imports transformers, which takes seconds
+
+        check_per_sample(plan)
 
 
 def prepare_text(data: Path | Rows, options: TextOptions, *, folder: Path | None = None) -> Path:

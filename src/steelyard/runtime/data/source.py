@@ -34,9 +34,18 @@ from steelyard.model.family import Task
 from steelyard.model.split import SplitFeatures
 from steelyard.modules.model_inputs import IGNORED, fitting_tokens
 from steelyard.modules.own_pieces import OwnModel
-from steelyard.runtime.data.completions import IS_TARGET, NUM_TARGETS, TOKEN_IDS, open_completions
+from steelyard.runtime.data.completions import (
+    IS_TARGET,
+    LABELS,
+    NUM_TARGETS,
+    NUM_TOKENS,
+    TOKEN_IDS,
+    RowOptions,
+    open_completions,
+)
 from steelyard.runtime.data.files import is_token_file, open_bytes, open_token_file
 from steelyard.runtime.data.order import SampleOrder, mixed
+from steelyard.runtime.data.packing import BFD, SPLIT, pack
 from steelyard.runtime.data.prepare import (
     SYNTHETIC,
     TextOptions,
@@ -278,28 +287,61 @@ NO_SAMPLE = -1
 class CompletionData:
     """Rows of `open_completions` as samples of one length, in a seeded order."""
 
-    def __init__(self, rows: Rows, text: TextOptions, *, seq_len: int, seed: int) -> None:
-        found = open_completions(rows, text.tokenizer, seq_len=seq_len)
-        self._rows, self._seq_len = found.with_format("numpy"), seq_len
-        self._num_targets = np.asarray(self._rows[NUM_TARGETS][:])
-        self.num_samples = len(found)
+    def __init__(self, rows: Rows, options: RowOptions, *, seed: int) -> None:
+        self._rows = open_completions(rows, options).with_format("numpy")
+        self._seq_len, self._is_seq2seq = options.seq_len, options.is_seq2seq
+        self._num_tokens, self._num_targets = (np.asarray(self._rows[name][:]) for name in (NUM_TOKENS, NUM_TARGETS))
+        self._packed = pack(self._num_tokens, options.seq_len) if options.packing in (BFD, SPLIT) else None
+        """Rows of each sample; None if each is one row."""
+        self.num_samples = len(self._rows if self._packed is None else self._packed)
         self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
 
+    def _rows_of(self, sample: int) -> Iterable[int]:
+        if sample == NO_SAMPLE:
+            return ()
+        place = self._order.data_sample(sample)
+        return (place,) if self._packed is None else self._packed[place].tolist()
+
     def read(self, samples: list[int]) -> Samples:
-        """Read tokens [len, S] and labels [len, S]: the next token if it is a target. `NO_SAMPLE` has no targets."""
+        """Read tokens [len, S] and labels [len, S], which are the next token if it is a target, or the target's tokens.
+
+        `NO_SAMPLE` has no targets.
+        """
         inputs = np.zeros((len(samples), self._seq_len), dtype=np.int64)
         labels = np.full_like(inputs, IGNORED)
         for place, sample in enumerate(samples):
-            if sample != NO_SAMPLE:
-                row = self._rows[self._order.data_sample(sample)]
-                tokens, is_target = row[TOKEN_IDS], row[IS_TARGET].astype(bool)
-                inputs[place, : len(tokens)] = tokens
-                labels[place, : len(tokens) - 1] = np.where(is_target, tokens, IGNORED)[1:]
+            begin = 0
+            for number in self._rows_of(sample):
+                row = self._rows[number]
+                tokens = row[TOKEN_IDS]
+                end = begin + len(tokens)
+                inputs[place, begin:end] = tokens
+                if self._is_seq2seq:
+                    labels[place, : len(row[LABELS])] = row[LABELS]
+                else:
+                    labels[place, begin : end - 1] = np.where(row[IS_TARGET].astype(bool), tokens, IGNORED)[1:]
+                begin = end
         return Samples(inputs=torch.from_numpy(inputs), labels=torch.from_numpy(labels))
 
     def num_targets(self, samples: Iterable[int]) -> int:
         """Return the number of targets in some samples, without reading the samples."""
-        return sum(int(self._num_targets[self._order.data_sample(each)]) for each in samples if each != NO_SAMPLE)
+        return sum(int(self._num_targets[row]) for each in samples for row in self._rows_of(each))
+
+    def model_kwargs(self, samples: list[int]) -> dict[str, Tensor]:
+        """Return the mask of padding [len, S] for encoders, or the positions [len, S] of packed rows, if any.
+
+        They need no tokens. `NO_SAMPLE` has no padding, because attention to nothing is undefined.
+        """
+        if not self._is_seq2seq and self._packed is None:
+            return {}
+        lengths = [[int(self._num_tokens[row]) for row in self._rows_of(each)] for each in samples]
+        if self._is_seq2seq:
+            mask = [np.arange(self._seq_len) < (sum(each) or self._seq_len) for each in lengths]
+            return {"attention_mask": torch.from_numpy(np.stack(mask).astype(np.int64))}
+        places = np.zeros((len(samples), self._seq_len), dtype=np.int64)
+        for place, of_sample in enumerate(lengths):
+            places[place, : sum(of_sample)] = [number for length in of_sample for number in range(length)]
+        return {"position_ids": torch.from_numpy(places)}
 
 
 SampleData: TypeAlias = (
@@ -318,9 +360,10 @@ def open_samples(
     """
     task, is_made_up = chain.family.task, str(path) == SYNTHETIC
     if isinstance(path, Rows):
-        if text.completions_alone:
+        of_rows = text.of_rows(task, seq_len)
+        if of_rows is not None:
             check_vocabulary(text, chain.vocab_size)
-            return CompletionData(path, text, seq_len=seq_len, seed=seed)
+            return CompletionData(path, of_rows, seed=seed)
         return _open_tokens(path, text, chain, seq_len=seq_len, seed=seed)
     if not is_made_up:
         check_data_path(path)
