@@ -142,7 +142,7 @@ def least_step_s(
         return float(weights @ (handed + fixed[own] - paid[own]) + layers_s)
 
     bound_s = dual_s(more)
-    if rooms is None or not math.isfinite(bound_s):
+    if rooms is None or not free.any() or not math.isfinite(bound_s):
         return bound_s
     commonest = int(layers.argmax())
     block = np.stack([stage.priced_s[commonest] for stage in stages])
