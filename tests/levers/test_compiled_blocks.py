@@ -152,7 +152,8 @@ def blocks_of(config: dict[str, Any], levers: dict[str, str], *degrees: int) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "degree"), [("llama", 2), ("mixtral", 1), pytest.param("gpt2", 1, marks=pytest.mark.nightly)]
+    ("name", "degree"),
+    [("llama", 2), *(pytest.param(name, 1, marks=pytest.mark.nightly) for name in ("mixtral", "gpt2"))],
 )
 def test_kernels_and_bytes_are_fewer_and_work_and_messages_the_same(name: str, degree: int) -> None:
     config = WIDE if name == "llama" else FAMILY_CONFIGS[name]
