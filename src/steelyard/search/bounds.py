@@ -273,16 +273,16 @@ def least_memory_strategies(
 
 def _small_strategies(tables: CostTables, stage: int, layer_types: Sequence[int]) -> list[int]:
     """Return strategies for the layers of a stage: the best of the smallest ones within each threshold."""
-    in_flight = tables.pipeline.in_flight(stage)
-    legal, held = tables.legal_on(stage), tables.held_bytes(in_flight)
-    works = tables.transient_bytes + tables.buffers_of.sum(axis=0)
-    used = sorted(set(layer_types))
-    peaks = distinct(works[used][legal[used]])
+    in_flight, used = tables.pipeline.in_flight(stage), sorted(set(layer_types))
+    places, held = np.searchsorted(used, layer_types), tables.held_bytes(in_flight)
+    works = (tables.transient_bytes + tables.buffers_of.sum(axis=0))[used]
+    legal, own = tables.legal_on(stage)[used], held[used]
+    peaks = distinct(works[legal])
     found = []
     for peak in peaks[np.linspace(0, len(peaks) - 1, min(len(peaks), MAX_THRESHOLDS)).round().astype(np.int64)]:
-        for num_bytes in (held, held + works):
+        for num_bytes in (own, own + works):
             size = np.where(legal & (works <= peak), num_bytes, np.where(legal, IMPOSSIBLE + works, 2 * IMPOSSIBLE))
-            found.append(size.argmin(axis=1)[list(layer_types)])
+            found.append(size.argmin(axis=1)[places])
     chosen = np.stack(found)
     total = held[list(layer_types), chosen].sum(axis=1) + tables.transient_of(layer_types, chosen, in_flight)
     best: list[int] = chosen[int(total.argmin())].tolist()
