@@ -4,14 +4,13 @@ tests/docs/test_commands.py runs the commands of README.md and docs/.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib import resources
 from pathlib import Path
 
 import pytest
+
+from tests.processes.warm import HANG_LIMIT_S, run_warm
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -56,7 +55,7 @@ def test_errors_are_those_of_the_page_on_accuracy(name: str) -> None:
 
 
 @pytest.mark.processes
-def test_the_python_example_trains(tmp_path: Path) -> None:
+def test_the_python_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = resources.files("steelyard.model") / "configs" / "llama-demo.json"
     config = json.loads(source.read_text()) | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -70,7 +69,7 @@ def test_the_python_example_trains(tmp_path: Path) -> None:
     script += "assert 5 < loss.item() < 6, loss\nfor optimizer in optimizers:\n    optimizer.step()\n"
     script += "dist.destroy_process_group()\n"
     (tmp_path / "example.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "example.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+    monkeypatch.chdir(tmp_path)
+    words = ("--standalone", "--nproc-per-node=2", "example.py")
+    finished = run_warm("tests.processes.forking_agent", *words, timeout_s=HANG_LIMIT_S)
     assert finished.returncode == 0, finished.stderr[-4000:]

@@ -25,12 +25,13 @@ def _request(model: str, cluster: str, **options: object) -> PlanRequest:
         # axolotl, LLaMA-Factory and unsloth ask for 16 GB for 16-bit LoRA of 7B, and 6 GB for QLoRA
         ("llama2-7b", "1x1xrtx-4090", {"seq_len": 2048}, ("--train lora:r=16", "--train qlora:r=16")),
         # torchtune's configuration of Llama 3 70B for one node of 8 A100: LoRA with the base sharded
-        (
-            "llama3-70b",
-            "1x8xa100-80gb",
-            {"global_batch": 8, "seq_len": 4096},
+        pytest.param(
+            *("llama3-70b", "1x8xa100-80gb", {"global_batch": 8, "seq_len": 4096}),
             ("--train lora:r=16", "--train qlora:r=16"),
+            marks=pytest.mark.nightly,
         ),
+        # likewise, of a base that two cards hold only between them
+        ("llama2-13b", "1x2xrtx-4090", {"global_batch": 2}, ("--train lora:r=16", "--train qlora:r=16")),
         # unsloth and litgpt: QLoRA or LoRA of 3B on cards of 12 GB
         ("llama3.2-3b", "1x1xrtx-4090", {"memory": "12GiB"}, ("--train qlora:r=16", "--train lora:r=16")),
     ],

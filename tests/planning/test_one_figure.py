@@ -31,6 +31,8 @@ JOBS = [*((False, seed) for seed in (1, 2, 15, 18, 22)), *((True, seed) for seed
 """Seeds: on 17, 27 and 35 the closed form misled: bounds above the step, a faster row, a baseline that was not the
 minimum.
 """
+SAMPLE = ((False, 1), (False, 15), (True, 8), (True, 17), (True, 27), (True, 35))
+"""Those that misled, and others of either kind of devices."""
 
 
 def random_job(seed: int, *, shares_cores: bool) -> Job:
@@ -106,7 +108,7 @@ def plain_plans(of: Job) -> Iterator[PlanCost]:
 
 
 def bounds(value: object) -> Iterator[tuple[float, float]]:
-    """Every lower bound in a plan file, and the step time beside it."""
+    """Yield every lower bound in a plan file, with its step time."""
     if isinstance(value, dict):
         if "lower_bound_s" in value:
             yield value["lower_bound_s"], value["step_time_s"]
@@ -118,7 +120,10 @@ def bounds(value: object) -> Iterator[tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shares_cores", "seed"), JOBS)
+@pytest.mark.parametrize(
+    ("shares_cores", "seed"),
+    [pytest.param(*each, marks=() if each in SAMPLE else pytest.mark.nightly) for each in JOBS],
+)
 def test_one_step_time_decides_and_is_shown(shares_cores: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     of = random_job(seed, shares_cores=shares_cores)
     monkeypatch.setattr(complete, "job_of", lambda _: of)
