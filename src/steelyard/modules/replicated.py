@@ -292,7 +292,8 @@ class _Parameter:
     def add_gradient(self, part: Tensor) -> None:
         """Make a part of the buffer the gradient that the optimizer sees, or add it to an existing gradient."""
         if self.seen.grad is None:
-            self.seen.grad = self._shown(part)
+            # not `from_local`, which passes autograd and makes a spec, for each parameter in each step
+            self.seen.grad = DTensor(part, self.seen._spec, requires_grad=False)
         else:
             self.seen.grad.to_local().add_(part)
 
