@@ -47,7 +47,7 @@ def test_an_elastic_run_needs_checkpoints(run: Run, plan_path: Path) -> None:
 def test_an_elastic_run_needs_checkpoints_on_the_way(run: Run, plan_path: Path, tmp_path: Path) -> None:
     options = ("--checkpoint-dir", tmp_path, "--steps", 50, "--checkpoint-every", 50)
     found = elastic_error(run, plan_path, *options)
-    assert "found --checkpoint-every 50, no checkpoint before the last of 50" in found
+    assert "found --checkpoint-every 50, so no checkpoint before the last of 50 steps" in found
     assert "lower --checkpoint-every" in found
 
 
