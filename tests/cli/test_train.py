@@ -76,7 +76,7 @@ def test_an_optimizer_that_is_not_the_plans_is_refused_before_any_process_starts
     monkeypatch.setattr(launching, "run_processes", lambda *_arguments, **_options: pytest.fail("a process started"))
     error = user_error(run("train", plan, "--data", "synthetic", "--optimizer", "sgd"))
     assert error.field == "--optimizer"
-    assert error.found == "sgd, and a plan for adamw"
+    assert error.found == "sgd, but the plan is for adamw"
 
 
 def test_data_is_needed(run: Run, plan: Path) -> None:

@@ -266,7 +266,7 @@ ProfileOption = Annotated[str | None, option("--profile", "FILE", _PROFILE, CLUS
 MaxTp = Annotated[
     int | None, count("--max-tp", "Largest tensor-parallel degree to search.", SEARCH, most=limits.MOST_DEVICES)
 ]
-_LIMIT = "Seconds after which the search returns the best plan so far."
+_LIMIT = "CPU seconds after which the search returns the best plan so far."
 TimeLimit = Annotated[
     float,
     option("--time-limit", "SECONDS", _LIMIT, SEARCH, parser=real("--time-limit", 0, limits.MOST_SECONDS, "60")),

@@ -54,7 +54,7 @@ def report(
         options.option(
             "--time-limit",
             "SECONDS",
-            "Seconds for frontier and baselines. Default: no limit; 0: leave them out.",
+            "CPU seconds for frontier and baselines. Default: no limit; 0: leave them out.",
             options.SEARCH,
             parser=options.real("--time-limit", 0, MOST_SECONDS, "60"),
         ),

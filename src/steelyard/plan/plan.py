@@ -497,7 +497,7 @@ def headline(plan: Plan) -> str:
         + (f"\n{prediction.host}" if prediction.host else "")
         + f"\n{prediction.accuracy}"
         + (f"\n{compared}" if compared else "")
-        + (f"\n{simplicity_line(plan.num_groups, plan.num_stages, prediction)}" if prediction.fastest else "")
+        + (f"\n{simplicity}" if (simplicity := simplicity_line(plan.num_groups, plan.num_stages, prediction)) else "")
         + (f"\n{plan.training}" if plan.training else "")
     )
 

@@ -451,11 +451,13 @@ def gain_text(prediction: Prediction) -> str:
 
 
 def simplicity_line(num_groups: int, num_stages: int, prediction: Prediction) -> str:
-    """Return the cost of fewer groups of layers or stages than the fastest plan; empty for the fastest plan itself."""
+    """Return the cost of fewer groups of layers or stages than the fastest plan; empty if nothing is to choose."""
     fastest = prediction.fastest
     if fastest is None:
         return ""
     slower = prediction.step_time_s / fastest.step_time_s - 1
+    if slower <= SAME_SHARE and (fastest.num_groups, fastest.num_stages or num_stages) == (num_groups, num_stages):
+        return ""
     words = "as fast as" if slower <= SAME_SHARE else f"{slower:.1%} slower than"
     is_deep = (fastest.num_stages or 0) > num_stages
     is_mixed = fastest.num_groups > num_groups or not is_deep

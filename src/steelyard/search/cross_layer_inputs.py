@@ -85,7 +85,7 @@ def partition_exact(
 ) -> ConfigResult:
     """Return the fastest plan of this configuration within the budget per device, with its proof.
 
-    A configuration that cannot be as fast as ``cutoff_s`` is returned as beaten. ``deadline`` is a `time.monotonic`
+    A configuration that cannot be as fast as ``cutoff_s`` is returned as beaten. ``deadline`` is a `time.process_time`
     value. `AnyBudget` shares work between budgets.
     """
     found = assess(of, budget_bytes)
@@ -203,7 +203,7 @@ def _search_conditions(prospect: CrossLayerProspect, cutoff_s: float, deadline: 
             if isinstance(inner, Prospect):
                 heapq.heappush(waiting, (max(bound, inner.lower_bound_s), next(order), child, inner))
         lower = min(lower, bound if children is None else limit)
-        timed_out = result.status == "feasible" or (deadline is not None and time.monotonic() > deadline)
+        timed_out = result.status == "feasible" or (deadline is not None and time.process_time() > deadline)
     lower = min(lower, waiting[0][0] if waiting else np.inf)
     if not best.strategies and lower == np.inf:
         return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=prospect.relaxed.miss)

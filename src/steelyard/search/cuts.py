@@ -89,7 +89,7 @@ class ChoiceProspect:
                 break
             if choice.least_bytes > self.budget_bytes:
                 continue
-            if best is not None and deadline is not None and time.monotonic() > deadline:
+            if best is not None and deadline is not None and time.process_time() > deadline:
                 return ConfigResult(status="feasible", solution=best, lower_bound_s=self.lower_bound_s)
             best = best_cuts(self.tables, choice, self.budget_bytes, cutoff_s=limit_s) or best
         if best is not None:

@@ -424,7 +424,7 @@ class Pruning:
     prices: FloatArray
     width: int | None = None
     deadline: float | None = None
-    """`time.monotonic` value after which `TimeIsUpError` is raised"""
+    """`time.process_time` value after which `TimeIsUpError` is raised"""
 
 
 NO_PRUNING = Pruning(budget_bytes=NO_LIMIT_BYTES, limit_s=np.inf, prices=np.zeros(1))
@@ -457,7 +457,7 @@ def chain_frontier(
     room, work = (np.empty((8, 0), dtype=np.int64), np.empty((2, 0))), _work_of(costs, len(guide.upper))
     per_layer, missed_s, dropped_s = [], 0.0, pruning.limit_s
     for position, layer_type in enumerate(layer_types):
-        if pruning.deadline is not None and time.monotonic() > pruning.deadline:
+        if pruning.deadline is not None and time.process_time() > pruning.deadline:
             raise TimeIsUpError
         if position + 1 < len(layer_types):
             detour = costs.switches.detour[costs.switches.table[layer_types[position + 1]]]

@@ -207,7 +207,7 @@ def search(
             expected="one or more configurations, each with a sample count of 1 or more",
         )
     budget_bytes = min(budget_bytes, IMPOSSIBLE - 1)  # a layer without a legal strategy fits into no budget
-    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    deadline = None if time_limit_s is None else time.process_time() + time_limit_s
     if partition != "exact":
         results = [_cut_by(partition, each.tables, budget_bytes, choices) for each in given]
         return _summary(given, weights, results, budget_bytes)
@@ -255,7 +255,7 @@ def _solve_in_order(
         progress(f"{len(results) + 1} of up to {len(given)} pipeline configurations")
         cutoff = min(cutoff_s, -best[0] if len(best) == num_exact else np.inf)
         may_end = bool(best) or (num_begun > 0 and not given[index].is_made)
-        is_late = may_end and deadline is not None and time.monotonic() > deadline
+        is_late = may_end and deadline is not None and time.process_time() > deadline
         if is_late or (bound > cutoff and num_alternatives <= 0):
             results[index] = ConfigResult(status="beaten", solution=None, lower_bound_s=bound * samples[index])
         elif known is None and given[index].sharpen is not None:

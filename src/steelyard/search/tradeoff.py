@@ -64,13 +64,13 @@ def sampled_frontier(
     if least_bytes is None or least_bytes > most_bytes:
         return SampledFrontier(steps=(), is_complete=True)
     everything = tuple(range(len(given)))
-    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    deadline = None if time_limit_s is None else time.process_time() + time_limit_s
     fastest = _found(given, weights, everything, most_bytes, deadline)
     smallest = _found(given, weights, everything, least_bytes, deadline)
     gaps = [_Gap(slow=smallest.step, explored_bytes=least_bytes, fast=fastest)]
     is_proven = fastest.is_proven and smallest.is_proven
     for _ in range(max_searches - 2):
-        if not any(gap.is_open for gap in gaps) or (deadline is not None and time.monotonic() > deadline):
+        if not any(gap.is_open for gap in gaps) or (deadline is not None and time.process_time() > deadline):
             break
         gap = heapq.heappop(gaps)
         middle = _found(given, weights, gap.configs(weights), gap.next_budget, deadline)
@@ -154,7 +154,7 @@ def _found(
         budget_bytes,
         samples=[samples[index] for index in configs],
         num_alternatives=0,
-        time_limit_s=None if deadline is None else max(0.0, deadline - time.monotonic()),
+        time_limit_s=None if deadline is None else max(0.0, deadline - time.process_time()),
     )
     assert result.best is not None, "the least bytes that hold something were asked for"
     best = replace(result.best, index=configs[result.best.index])
