@@ -56,7 +56,7 @@ class DiffusionTransformer(nn.Module):
     def forward(self, noisy, time, label):
         angles = time[:, None] * self.rates
         waves = torch.cat([angles.sin(), angles.cos()], dim=-1).to(self.time.weight.dtype)
-        condition = self.time(waves) + self.label(label)  # of every sample; flows beside x, with gradients
+        condition = self.time(waves) + self.label(label)  # per sample; passes through the blocks with x, with gradients
         x = self.patches(noisy) + self.positions
         for block in self.blocks:
             x = block(x, condition)
@@ -76,8 +76,8 @@ def read(samples, step=0):
 
 
 def build_model():
-    """What `steelyard plan FILE.py:build_model` calls: the module, what it reads for some samples, and its loss."""
-    torch.manual_seed(0)  # the same first weights on every process
+    """Return the module, sample inputs with targets, and the loss, for `steelyard plan FILE.py:build_model`."""
+    torch.manual_seed(0)  # identical initial weights on every process
     return DiffusionTransformer(), read([0, 1]), functional.mse_loss
 
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 FAMILIES = ("llama", "gpt_neox", "gpt2", "gemma3_text", "qwen3_moe", "deepseek_v3", "bert", "vit", "t5", "swin")
-"""Of `tests.runtime.models.FAMILY_CONFIGS`: heads that share keys, one matrix for queries and keys, transposed ones and
-a table of positions, windows and a tied head, experts, latent attention, no mask, images, an encoder, and stages."""
+"""Sample of `tests.runtime.models.FAMILY_CONFIGS`: shared key heads, one matrix for queries and keys, transposed
+matrices and a table of positions, windows and a tied head, experts, latent attention, no mask, images, an encoder, and
+stages."""
 TYPES = (
     *("qwen3_next", "opt", "rembert", "granite", "bloom", "cohere2", "biogpt", "helium", "glm4", "apertus", "xglm"),
     *("phi3", "mamba", "qwen2_moe", "deepseek_v2", "gpt_oss"),
 )
-"""Of `tests.modules.split_configs.SPLIT_CONFIGS`: the first line has every field, style, operation and reason that the
-splits of all have; the second is split for other tests anyway, or has experts or attention of its own kind."""
+"""Sample of `tests.modules.split_configs.SPLIT_CONFIGS`. The first line has every field, style, operation and reason of
+all splits; the second is split for other tests anyway, or has its own kind of experts or attention."""
 
 
 def sampled(names: Iterable[Any], sample: Collection[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The language of docstrings: their openings, and the words of the field (docs/reference/glossary.md)."""
+"""The language of docstrings and messages: openings, and the words of the field (docs/reference/glossary.md)."""
 
 import ast
 import re
@@ -29,6 +29,8 @@ PRIVATE = re.compile(
     r"\b(?:but for|on (?:its|their) own|what \w+ takes?|walk(?:s|ed)?|rivals?|twins?|plain n-D|beforehand)\b",
     re.IGNORECASE,
 )
+UNCLEAR = re.compile(r"\b(?:beside|pools of unlike|first weights|of one's own|to the letter)\b")
+"""Words that messages avoid, because users do not know them."""
 
 
 def docstrings(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -48,8 +50,18 @@ def docstrings(path: Path) -> Iterator[tuple[str, str, str]]:
                 yield where, "function" if is_function and place == 0 else "", " ".join(statement.value.value.split())
 
 
+def messages(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield every text of a file that is no docstring and has several words: its place and the text."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documents = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in documents
+        if is_text and " " in node.value:
+            yield f"{path.relative_to(SOURCE)}:{node.lineno}", node.value
+
+
 def faults(package: str) -> Iterator[str]:
-    """Yield the faults in the docstrings of a package."""
+    """Yield the faults in the docstrings and messages of a package."""
     for path in sorted((SOURCE / package).rglob("*.py")):
         for where, kind, text in docstrings(path):
             if OPENINGS.match(text):
@@ -57,6 +69,9 @@ def faults(package: str) -> Iterator[str]:
             if kind and THIRD_PERSON.match(text):
                 yield f"{where}: opens with no imperative: {text[:60]}"
             if found := PRIVATE.search(text):
+                yield f"{where}: says {found[0]!r}: {text[:60]}"
+        for where, text in messages(path):
+            if found := PRIVATE.search(text) or UNCLEAR.search(text):
                 yield f"{where}: says {found[0]!r}: {text[:60]}"
 
 
@@ -69,6 +84,6 @@ def test_a_fault_of_each_kind_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "file.py").write_text(
-        '"""What a file is."""\n\n\ndef f():\n    """Returns a number."""\n\n\nX = 1\n"""All but for one."""\n'
+        '"""What a file is."""\n\n\ndef f():\n    """Returns one."""\n\n\nX = "beside x"\n"""All but for one."""\n'
     )
-    assert [fault.split(":")[0] for fault in faults("one")] == ["one/file.py"] * 3
+    assert [fault.split(":")[0] for fault in faults("one")] == ["one/file.py"] * 4

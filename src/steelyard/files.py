@@ -37,7 +37,7 @@ def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES) -> str:
     with Path(path).open("rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise ValueError(f"more than {format_bytes(most_bytes)}, which no such file has")
+        raise ValueError(f"more than {format_bytes(most_bytes)}, the limit for such files")
     return content.decode("utf-8")
 
 
@@ -50,7 +50,9 @@ def parse_json(text: str) -> Any:
     """Return the value of a JSON text. Raises `ValueError` if an object has a key twice."""
     num_objects, num_lists, num_keys, num_others = (text.count(mark) for mark in "{[:,")
     if num_objects + num_lists > MOST_CONTAINERS or num_keys + num_others > MOST_VALUES:
-        raise ValueError(f"{num_objects + num_lists + num_keys + num_others} values, more than any such file has")
+        raise ValueError(
+            f"{num_objects + num_lists + num_keys + num_others} values, more than the limit for such files"
+        )
     if num_keys > MOST_KEYS * max(num_objects, 1):
         raise ValueError(f"{num_keys} keys, more than {MOST_KEYS} in an object")
     try:
@@ -66,13 +68,13 @@ def parse_json(text: str) -> Any:
 def parse_yaml(text: str) -> Any:
     """Return the value of a YAML text, restricted to values that JSON can hold."""
     if len(text) > MOST_YAML_BYTES:
-        raise ValueError(f"more than {format_bytes(MOST_YAML_BYTES)}, which no such file has")
+        raise ValueError(f"more than {format_bytes(MOST_YAML_BYTES)}, the limit for such files")
     try:
         content = yaml.safe_load(text)
     except RecursionError:
         raise _too_deep() from None
     except (yaml.YAMLError, AttributeError, LookupError, TypeError) as error:  # of its parser, at a misused tag
-        raise ValueError(f"no valid YAML: {error}") from error
+        raise ValueError(f"not valid YAML: {error}") from error
     check_json(content, most_values=MOST_YAML_VALUES)
     json.dumps(content, ensure_ascii=False).encode()
     return content
@@ -102,7 +104,7 @@ def check_json(content: Any, *, most_values: int) -> None:
             elif isinstance(value, list):
                 inner.extend(value)
             elif not isinstance(value, str | int | float | None):
-                raise ValueError(f"{value!r:.40}, a {type(value).__name__}, which JSON cannot hold")
+                raise ValueError(f"{value!r:.40}, a {type(value).__name__}, which JSON does not support")
             if len(inner) > most_values:
                 break
         if not inner:
@@ -116,7 +118,7 @@ def _check_keys(value: dict[Any, Any]) -> None:
         raise ValueError(f"an object of {len(value)} keys, more than {MOST_KEYS}")
     wrong = [key for key in value if not isinstance(key, str)]
     if wrong:
-        raise ValueError(f"the key {wrong[0]!r:.40}, which is no text")
+        raise ValueError(f"the key {wrong[0]!r:.40}, which is not a string")
 
 
 def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {repeated!r:.80} is there twice")
+        raise ValueError(f"the key {repeated!r:.80} twice")
     return found
 
 

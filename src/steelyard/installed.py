@@ -20,8 +20,8 @@ def require_training(purpose: str) -> None:
     if missing:
         raise NotInstalledError(
             field=", ".join(missing),
-            found="not installed in this environment, where only planning packaged models works",
-            expected=f"{' and '.join(TRAINING)}, since {purpose}",
+            found="not installed in this environment, in which only packaged models can be planned",
+            expected=f"{' and '.join(TRAINING)}, because {purpose}",
             hint='for GPUs: pip install "steelyard[train]" (on Linux PyPI has the torch for CUDA); for CPUs before it: '
             "pip install torch --index-url https://download.pytorch.org/whl/cpu",
         )

@@ -18,11 +18,11 @@ from pathlib import Path
 from steelyard.errors import UserError
 
 _HINTS = {
-    errno.ENOENT: "make its folder first, or write elsewhere",
-    errno.EISDIR: "name a file in it",
+    errno.ENOENT: "create the folder first, or write elsewhere",
+    errno.EISDIR: "name a file in the folder",
     errno.ENOTDIR: "check the path: a part of it is a file",
-    errno.ENOSPC: "make room there, or write elsewhere",
-    errno.ENAMETOOLONG: "take a shorter name",
+    errno.ENOSPC: "free disk space, or write elsewhere",
+    errno.ENAMETOOLONG: "use a shorter name",
 }
 _BLOCK = b"\0" * 4096
 """Data that is written to test whether a disk is full."""
@@ -171,6 +171,6 @@ def explained(path: Path, option: str) -> Iterator[None]:
         raise UserError(
             field=option,
             found=f"{path}: {error.strerror}",
-            expected="a place that can be written",
+            expected="a writable place",
             hint=_HINTS.get(error.errno or 0, "check the path and its permissions"),
         ) from error

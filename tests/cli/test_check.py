@@ -89,7 +89,7 @@ def test_a_plan_that_does_not_fit_exits_1_and_names_the_rank_and_the_missing_byt
 
 
 def backend_of(run: Run, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Backend:
-    """What a check lets its ranks communicate with; they are not run."""
+    """Return the backend that a check gives its ranks, which are not run."""
     seen: list[Backend] = []
 
     def noted(_plan: Plan, ranks: list[int], *, backend: Backend, **_options: object) -> list[RankMemory]:
@@ -227,8 +227,8 @@ def test_a_split_on_which_layers_fail_is_named_with_the_place_that_was_changed(
     plan |= {"cluster": "1x4xa100-80gb", "prediction": plan["prediction"] if is_predicted else None}
     plan_file.write_text(json.dumps(plan))
     error = str(user_error(run("check", plan_file, "--processes", 1)))
-    assert f"model.split.hidden_size: found {width + 1}, on which layers fail (RuntimeError: " in error
-    assert f"expected: {width}, by the model" in error
+    assert f"model.split.hidden_size: found {width + 1}, for which layers fail (RuntimeError: " in error
+    assert f"expected: {width}, the value of the model" in error
     assert "to fix: plan again" in error
 
 

@@ -78,7 +78,7 @@ def test_hosts_that_do_not_go_together_are_one_error(
 
 
 def record(plan: Plan, folder: Path, *, slow: int | None = None, **changes: Any) -> Path:
-    """Of a run in which every rank computed for twice as long as predicted, the slow one for four times."""
+    """Write the record of a run in which ranks compute twice as long as predicted, the slow one four times as long."""
     predicted = (1.0,) * plan.num_stages
     content = RunRecord(
         model_name=plan.model.name,
@@ -182,7 +182,7 @@ def test_a_pool_is_named_for_plans_over_pools_alone(run: Run, plan_path: Path, t
 
 def test_a_pool_without_an_elastic_run_is_refused(run: Run, pooled_path: Path) -> None:
     error = str(user_error(run("train", pooled_path, "--data", "text.txt", *POOL)))
-    assert "--pool: found '1x2xa100-80gb'\n  expected: --elastic with it" in error
+    assert "--pool: found '1x2xa100-80gb'\n  expected: --elastic, and a plan" in error
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_an_unknown_cluster_is_named_by_what_needs_it(run: Run, folder: Path, tm
     plan = json.loads((folder / "uniform.json").read_text()) | {"cluster": "basement"}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     error = user_error(run("export", tmp_path / "plan.json", "--to", "slurm"))
-    assert "'basement', which is not known here" in error.found
+    assert "'basement', which is unknown here" in error.found
     assert run("export", tmp_path / "plan.json", "--to", "slurm", "--cluster", "1x8xh100-80gb").exit_code == 0
 
 
@@ -190,7 +190,7 @@ def test_what_the_user_asked_of_a_plan_is_kept_by_an_export(run: Run, tmp_path: 
     flags = (tmp_path / "megatron.sh").read_text()
     assert "--tensor-model-parallel-size 2\n" in flags
     assert "--pipeline-model-parallel-size 2\n" in flags
-    assert "#   asked for and kept: --pin 'blocks 0-3: tp=2', --stages 2\n" in flags
+    assert "#   kept as asked: --pin 'blocks 0-3: tp=2', --stages 2\n" in flags
 
 
 def test_what_is_given_up_is_said_first(run: Run, folder: Path, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_what_is_given_up_is_said_first(run: Run, folder: Path, tmp_path: Path) 
     result = run("export", tmp_path / "plan.json", "--to", "transformers", "-o", tmp_path / "out.py")
     why = "nothing that transformers can run of this model, batch and number of devices has it"
     assert result.output.splitlines()[0] == f"given up: --stages 2: {why}"
-    assert f"# Asked for and given up:\n#   --stages 2: {why}\n" in (tmp_path / "out.py").read_text()
+    assert f"# Given up:\n#   --stages 2: {why}\n" in (tmp_path / "out.py").read_text()
     content = json.loads(run("export", tmp_path / "plan.json", "--to", "transformers", "--json").output)
     assert (content["given_up"], content["kept"]) == ([f"--stages 2: {why}"], ["--microbatches 2"])
 
@@ -208,4 +208,4 @@ def test_what_runs_any_plan_keeps_all_that_was_asked(run: Run, folder: Path, tmp
     plan = json.loads((folder / "mixed.json").read_text()) | {"asked": {"num_microbatches": 1}}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     result = run("export", tmp_path / "plan.json", "--to", "torchrun")
-    assert "asked for and kept: --microbatches 1" in result.stdout
+    assert "kept as asked: --microbatches 1" in result.stdout

@@ -114,14 +114,14 @@ def planned(run: Run, batch: int, *options: object) -> str:
 @pytest.mark.slow
 def test_what_lies_beyond_the_measured_sizes_is_left_out_and_said_so(run: Run, folder: Path) -> None:
     text = planned(run, 64, "-o", "large.json")
-    assert "left out: 16, 32, 64 samples on a rank (the profile measured 1, 2, 4 and holds for 0.5 to 8" in text
+    assert "left out: 16, 32, 64 samples per rank (the profile measured 1, 2, 4 and covers 0.5 to 8" in text
     assert "steelyard profile --global-batch 64" in text
     plan = read_plan("large.json")
     samples = {plan.microbatch_samples / strategy.sample_degree for strategy in plan.strategies}
     assert max(samples) <= 8
     assert plan.prediction is not None
     reasons = {each.description: each.reason for each in plan.prediction.alternatives}
-    assert reasons["1 stage, 1 microbatch"].startswith("left out, 16 samples on a rank")
+    assert reasons["1 stage, 1 microbatch"].startswith("left out, 16 samples per rank")
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_explain_lists_the_sizes_that_were_never_searched(run: Run, folder: Path
     planned(run, 64, "-o", "large.json")
     content = json.loads(run("explain", "large.json", "--all", "--json").stdout)
     found = {each["what"]: each["values"] for each in content["explanation"]["not_searched"]}
-    assert found["samples on a rank"] == "16, 32, 64"
+    assert found["samples per rank"] == "16, 32, 64"
 
 
 @pytest.mark.slow

@@ -70,8 +70,8 @@ def test_check_fits_with_the_builder_within_what_was_predicted(run: Run, plan_fi
 @pytest.mark.parametrize("command", [("check",), ("train", "--data", "synthetic")])
 def test_a_plan_file_alone_runs_no_code(run: Run, plan_file: Path, command: tuple[str, ...]) -> None:
     error = text_of(run(command[0], plan_file, *command[1:]))
-    assert "--builder: found nothing, and a plan for diffusion.DiffusionTransformer" in error
-    assert "what a plan file holds is never run" in error
+    assert "--builder: found nothing, but the plan is for diffusion.DiffusionTransformer" in error
+    assert "code in a plan file is never executed" in error
 
 
 def test_a_builder_for_a_plan_that_has_a_config_is_refused(run: Run, tmp_path: Path) -> None:
@@ -86,9 +86,9 @@ def test_a_builder_for_a_plan_that_has_a_config_is_refused(run: Run, tmp_path: P
         ("", "build", "no function build"),
         ("def build(): return 1 / 0", "build", "build() raises ZeroDivisionError in line 1"),
         ("import nothing_of_that_name", "build", "raises ModuleNotFoundError in line 1"),
-        ("from torch import nn\ndef build(): return nn.Linear(2, 2)", "build", "build() returns a Linear alone"),
+        ("from torch import nn\ndef build(): return nn.Linear(2, 2)", "build", "build() returns only a Linear"),
         ("def build(): return 1, 2", "build", "build() returns a int first"),
-        ("from torch import nn\ndef build(): return nn.Linear(2, 2), 1, 2", "build", "returns a int as loss"),
+        ("from torch import nn\ndef build(): return nn.Linear(2, 2), 1, 2", "build", "returns a int as the loss"),
         ("def build(): return (1,)", "build", "returns a tuple of 1"),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_model_with_a_config_needs_a_length(run: Run) -> None:
 
 @pytest.mark.parametrize("command", [("export", "--to", "transformers"), ("parity",)])
 def test_what_needs_a_config_refuses_a_module_of_ones_own(run: Run, plan_file: Path, command: tuple[str, ...]) -> None:
-    assert "of your own" in text_of(run(command[0], plan_file, *command[1:]))
+    assert "your own module" in text_of(run(command[0], plan_file, *command[1:]))
 
 
 @pytest.mark.processes
@@ -136,7 +136,7 @@ def test_train_builds_the_module_in_every_process_and_resumes(
     assert again.exit_code == 0, again.output
     assert [step["step"] for step in json.loads(again.stdout)["steps"]] == [4]
     refused = run(*job, "--steps", 1, "--export-hf", tmp_path / "exported")
-    assert "no folder of transformers" in text_of(refused)
+    assert "no Hugging Face folder" in text_of(refused)
 
 
 @pytest.fixture(name="save_samples")

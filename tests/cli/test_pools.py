@@ -107,13 +107,13 @@ def test_a_report_names_the_pool_and_the_budget_of_each_stage(run: Run, tmp_path
 @pytest.mark.parametrize("target", ["torchtitan", "megatron", "torchrun"])
 def test_exports_refuse_such_a_plan_with_the_reason(run: Run, path: Path, target: str) -> None:
     error = user_error(run("export", path, "--to", target, "-o", path.parent / "out"))
-    assert "2 pools of unlike devices" in error.found
+    assert "2 device groups" in error.found
 
 
 @pytest.mark.parametrize("target", ["torchrun", "slurm", "kubeflow"])
 def test_launch_files_say_how_such_a_plan_is_started(run: Run, path: Path, target: str) -> None:
     error = user_error(run("export", path, "--to", target, "--image", "an-image"))
-    assert (error.field, f"{target} for a plan over 2 pools" in error.found) == ("--to", True)
+    assert (error.field, f"{target} for a plan over 2 device groups" in error.found) == ("--to", True)
     assert "--elastic --hosts 2:2 --rendezvous FIRST_HOST:29500 --pool NAME" in error.hint
     assert all(name in error.hint for name in POOLS.split("+"))
 
@@ -131,7 +131,7 @@ def test_launch_files_say_how_such_a_plan_is_started(run: Run, path: Path, targe
 def test_what_does_not_go_with_pools_is_refused(run: Run, option: tuple[str, str]) -> None:
     error = user_error(run("plan", "tinyllama-1.1b", "--cluster", POOLS, *ASKED, *option))
     assert error.field == option[0]
-    assert "with several pools of devices" in error.found
+    assert "with several device groups" in error.found
 
 
 def test_a_free_batch_or_length_is_refused_with_pools(run: Run) -> None:
@@ -142,7 +142,7 @@ def test_a_free_batch_or_length_is_refused_with_pools(run: Run) -> None:
 
 def test_other_commands_ask_for_one_device_type(run: Run, path: Path) -> None:
     error = user_error(run("export", path, "--to", "pytorch", "--cluster", POOLS))
-    assert "2 pools of unlike devices" in error.found
+    assert "2 device groups" in error.found
 
 
 def test_a_frontier_of_pools_asks_for_the_price_of_each(run: Run) -> None:
@@ -160,7 +160,7 @@ def test_a_profile_that_names_no_pool_is_refused(run: Run, path: Path, command: 
     asked = {"plan": ("tinyllama-1.1b", "--cluster", POOLS, *ASKED), "explain": (path,)}[command]
     error = user_error(run(command, *asked, "--profile", "measured.json"))
     assert error.field == "--profile"
-    assert "POOL=FILE" in error.expected
+    assert "NAME=FILE" in error.expected
 
 
 @pytest.mark.slow
@@ -176,4 +176,4 @@ def test_check_runs_the_ranks_of_unlike_stages_within_what_was_predicted_of_thei
 def test_a_plan_whose_pools_are_not_there_is_named(run: Run, path: Path) -> None:
     error = user_error(run("explain", path, "--cluster", "1x2xh100-80gb+1x4xl4"))
     assert error.field == "cluster"
-    assert "plan for the pools that are there" in error.hint
+    assert "plan for the available device groups" in error.hint

@@ -54,7 +54,7 @@ def test_a_profile_with_adapters_plans_for_a_job_with_them_alone(run: Run, tmp_p
     assert planned.exit_code == 0, planned.output
     for others in ((), ("--train", "lora:r=8,targets=q_proj")):
         refused = run("plan", *job, *others, *options)
-        assert "found train lora:r=4,alpha=8,targets=q_proj, freeze all but adapters" in str(refused.exception)
+        assert "found train lora:r=4,alpha=8,targets=q_proj, freeze all except adapters" in str(refused.exception)
 
 
 @pytest.mark.processes

@@ -19,7 +19,7 @@ from tests.modules.dimensions.test_cp_work import SAMPLES, SEQ_LEN, counted
 from tests.tracer.examples import HEAD_DIM, llama
 
 METHODS = [("gather", 4), ("gather", 2), ("ulysses", 4)]
-"""With key-value heads: grouped for two query heads each, or not; ulysses over four ranks needs four."""
+"""Methods with the number of key-value heads; ulysses over four ranks needs four of them."""
 BYTES = 4
 
 

@@ -25,7 +25,7 @@ from tests.jobs import make_job
 
 SEQ_LEN = 2048
 TRACED = replace(EAGER, norm=False, full="until last needed")
-"""What transformers' Llama is on torch 2.13."""
+"""Kernels of transformers' Llama on torch 2.13."""
 OF_LLAMAS_FORM = ("llama2-7b", "llama3-70b", "mistral-7b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen3-32b", "llama3-8b")
 OTHERS = ("mixtral-8x22b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "gpt-neox-20b", "starcoder2-3b", "phi-4")
 SHAPE = DecoderShape(
@@ -237,7 +237,7 @@ def test_what_was_measured_stays_as_it_was() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["lora:r=8", "lora:r=8,targets=q_proj+o_proj"])
 def test_a_block_with_adapters_is_as_it_was_traced(text: str) -> None:
-    """What the first block has less, behind a frozen embedding, is not modelled."""
+    """The smaller work of the first block after a frozen embedding is not modelled."""
     traced = make_job("llama-demo", "1x2xh100-80gb", global_batch=8, seq_len=256, levers={"train": text})
     shape, layer_types = DecoderShape.of(traced.chain, 256), {each.name: each for each in traced.chain.layer_types}
     assert shape is not None

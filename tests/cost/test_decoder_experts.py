@@ -75,7 +75,7 @@ def test_kernels_of_each_expert_are_fewer_where_a_rank_has_fewer() -> None:
 
 
 def test_torchtitan_computes_experts_again_and_keeps_what_an_exchange_brought() -> None:
-    """Its policy saves the results of all-to-alls, of which there are none where ranks hold all experts."""
+    """torchtitan's policy saves the results of all-to-alls; there are none if ranks hold all experts."""
     kernels = TORCHTITAN.execution.kernels
     own, whole = block(kernels=kernels), block(kernels=FUSED)
     ours, theirs = (each.recomputation("selective") for each in (whole, own))

@@ -41,7 +41,7 @@ def test_a_generation_is_fitted_or_assumed(device: str, generation: str, is_assu
 def test_the_rates_of_an_unknown_device_are_assumed_and_the_entry_is_named(device: str) -> None:
     found = catalogue_rates(device)
     assert (found.generation, found.is_assumed, found.is_stand_in) == (STAND_IN, True, True)
-    assert "no known generation" in str(found)
+    assert "unknown device generation" in str(found)
     assert repr(STAND_IN) in str(found)
     assert efficiency_of(device, "") == efficiency_of("unheard-of", "")
 

@@ -28,7 +28,7 @@ CHAIN = chain_from_config(CONFIG, name="test")
 BLOCK = next(layer_type for layer_type in CHAIN.layer_types if layer_type.num_experts)
 SEQ_LEN, SAMPLES, NUM_DEVICES = 64, 2, 8
 PAIR_BYTES = 2 * CHAIN.hidden_size
-"""In bf16."""
+"""Bytes of a pair in bf16."""
 EXPERTS = 8 * 3 * CONFIG["hidden_size"] * CONFIG["intermediate_size"]
 
 
@@ -117,7 +117,7 @@ def test_a_rank_gathers_its_part_of_the_experts_and_trains_its_shard(
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", Remat)
 def test_products_read_the_weights_of_a_ranks_own_experts_alone(config: JobConfig, remat: Remat) -> None:
-    """Forward once, backward once beside their gradients, and once more where they are computed again."""
+    """Products of experts run once forward, once backward, and once more if they are recomputed."""
     works = [
         works_of(layer_profile(BLOCK, Strategy.of(parse_strategy("fsdp8").levels, remat, ep=ep), config), remat)
         for ep in (2, 8)
@@ -182,7 +182,7 @@ def test_what_the_busiest_rank_computes_again_takes_longer_too(config: JobConfig
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["fsdp2 ep2", "dp2 ep2 remat=full"])
 def test_measured_layers_take_as_much_longer_on_the_busiest_rank_as_it_has_more_flop(text: str) -> None:
-    """Of what is measured the rest of the layer is whole: all-to-alls alone are added where routing is even."""
+    """Only all-to-alls are added to the measured layer if routing is even."""
     counted = trace(CHAIN, seq_len=SEQ_LEN, precision="fp32", degrees=(1, 2))
     asked = {"global_batch": 2 * SAMPLES, "seq_len": SEQ_LEN, "precision": "fp32", "memory": "1GiB"}
     strategy, costs = parse_strategy(text), []

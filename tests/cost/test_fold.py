@@ -35,7 +35,7 @@ BLOCKS = (0, *[1] * 24, 2)
         (BLOCKS, 4, 5, "24 blocks do not divide into 5 chunks"),
         (BLOCKS, 8, 4, "need 32 blocks or more"),
         (BLOCKS, 1, 2, "two stages"),
-        ((0, 1, 1, 2, 2, 3), 2, 2, "are not alike"),
+        ((0, 1, 1, 2, 2, 3), 2, 2, "the blocks of 2 chunks differ"),
         ((0, 1, 2, 1, 2, 3), 2, 2, None),
     ],
 )
@@ -53,7 +53,9 @@ def test_ends_take_the_place_of_one_block_or_two_where_that_is_allowed():
         assert (found is None) == (sum(missing) <= 2)
         assert (why_not_folded(layers, num_stages=4, num_chunks=chunks) is None) == (sum(missing) == 0)
     alternating = (0, *[1, 2] * 7, 3)  # the first block of the second chunk is the eighth
-    assert "not alike" in why_not_folded(alternating, num_stages=2, num_chunks=2, ends_replace_blocks=True)
+    assert "blocks of 2 chunks differ" in why_not_folded(
+        alternating, num_stages=2, num_chunks=2, ends_replace_blocks=True
+    )
     assert why_not_folded(alternating, num_stages=2, num_chunks=4, ends_replace_blocks=True) is None
 
 
@@ -139,7 +141,7 @@ def test_a_folded_solution_becomes_a_legal_plan_that_takes_no_more_memory_than_t
 
 @pytest.mark.parametrize(("schedule", "rel"), [("interleaved-1f1b", 0.15), ("interleaved-zero-bubble", 0.2)])
 def test_the_step_of_the_tables_is_near_the_simulated_one(schedule, rel):
-    """Under weight passes the bubble of the tables is that of the strategy under which it is smallest."""
+    """Tables of schedules with weight passes use the smallest bubble of any strategy."""
     for of, found in interleaved_outcomes(schedule):
         plan = bare_plan(of, found.best.tables, found.best.solution)
         assert predict(plan, of).timeline.step_time_s == pytest.approx(found.best.solution.step_s, rel=rel)

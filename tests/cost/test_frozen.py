@@ -156,7 +156,7 @@ def test_layers_before_the_first_trained_one_have_no_backward_pass() -> None:
 
 @pytest.mark.slow
 def test_a_frozen_layer_behind_a_trained_one_passes_gradients_on_at_half_the_work() -> None:
-    frozen = _trace("layers before and behind", "bf16").layer("block, frozen behind what is trained", {})
+    frozen = _trace("layers before and behind", "bf16").layer("block, frozen after trained layers", {})
     trained = _trace(None, "bf16").layer("block", {})
     assert frozen.has_backward
     assert frozen.forward == trained.forward
@@ -167,7 +167,7 @@ def test_a_frozen_layer_behind_a_trained_one_passes_gradients_on_at_half_the_wor
 @pytest.mark.slow
 def test_the_first_trained_layer_makes_no_gradient_of_its_input() -> None:
     profile = _trace("the first layers", "bf16")
-    first, later = (profile.layer(layer_type, {}) for layer_type in ("block, behind what is frozen", "block"))
+    first, later = (profile.layer(layer_type, {}) for layer_type in ("block, after frozen layers", "block"))
     assert first.backward.matmul_flop == later.backward.matmul_flop  # that of its norm's weight runs through all of it
     assert first.backward.num_kernels < later.backward.num_kernels
     assert first.trained == first

@@ -255,7 +255,7 @@ def test_interleaving_shortens_the_step_and_holds_more_activations() -> None:
 
 
 def test_the_last_stage_hands_over_to_the_first_across_all_between() -> None:
-    """On two nodes the chunks of a pipeline meet over the slow link at both ends."""
+    """The first and the last stage of two nodes exchange chunks over the slow link."""
     fast, slow = (job(cluster(2, 4, inter_bytes_per_s=rate)) for rate in (100e9, 1e6))
     found = [
         predict(plan(of, *["tp4"] * 6, num_microbatches=4, num_chunks=3, schedule="interleaved-1f1b"), of)

@@ -56,7 +56,7 @@ COMMANDS: tuple[tuple[int, str, str], ...] = (
     (5, "profile @config.json --seq-len 32 -o @out.json -n 2 --samples 1,2 --budget 1 --merge @profile.json", "config"),
     (1, "schema plan", ""),
 )
-"""How often, the command, and which of its files may be damaged. ``@`` stands before a file of the case."""
+"""Frequency, command, and files of the command that may be damaged; ``@`` marks a file of the case."""
 YAML = ("cluster", "run")
 TARGETS = (
     *("torchtitan", "megatron", "megatron-bridge", "automodel", "transformers", "accelerate", "deepspeed"),

@@ -41,7 +41,7 @@ CLUSTER: dict[str, Any] = {
 }
 SPLIT_TYPE = "speech_to_text"
 REAL_TYPES = (SPLIT_TYPE, "gemma4_text", "llava")
-"""With two lists of blocks, with streams beside the hidden state, and with images among the tokens."""
+"""Types with two lists of blocks, with cross-layer inputs, and with images among the tokens."""
 FROZEN = {"num_params": 10, "of_params": 1000, "parts": [{"layers": [0, 1]}]}
 ASKED = {"num_stages": 1, "num_microbatches": 1, "max_degrees": {"tp": 1}, "modes": {"zero": [3]}}
 
@@ -95,7 +95,7 @@ def whole() -> dict[str, Any]:
 
 
 def real_split(model_type: str) -> dict[str, Any]:
-    """The plan of a small model of a type, as it splits, on one device: whole where torch is at hand, too."""
+    """Return the plan of a small model of a type on one device, split; the whole model if torch is available."""
     config = split_config(model_type)
     split = chain_from_config(config, name="split").split.model_dump(mode="json", exclude_none=True)
     plan = _on_one_device(len(split["layers"]), name="split", config=config, split=split)

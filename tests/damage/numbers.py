@@ -40,8 +40,8 @@ def changed(content: Any, place: Place, number: int) -> Any:
 def number_cases(
     whole: Mapping[str, Any], values: int, others: Sequence[int] = BEYOND, within: Place = ()
 ) -> Iterator[Case]:
-    """For every place, or those in a part, as many cases with numbers out of place, in turn, each through another
-    command that reads the file."""
+    """Yield cases with a wrong number for every place, or those in a part, each through another command that reads the
+    file."""
     numbers, turn = count(), count()
     for sort, content in whole.items():
         commands = [command for often, command, read in COMMANDS if sort in read.split() and often > 1]  # no searches

@@ -32,7 +32,7 @@ from tests.damage.cases import JOB, ONE, Case
 MOST_S = 5.0
 MOST_BYTES = GIB
 MOST_MESSAGE = 2000
-"""Characters of a message: what was given may be long, what is said of it may not."""
+"""Maximum number of characters of a message, apart from quoted input."""
 
 Outcome = Literal["done", "nothing fits", "mistake", "read"]
 

@@ -47,7 +47,7 @@ NEEDS = {
 FEWER = {"frontier": ["--points", "3", "--devices", "8"], "report": ["--time-limit", "0"]}
 """Options after those that are shown, so that less is searched: tests/cli/test_frontier.py and test_report.py do."""
 FEWER_NODES = {"2x8xh100-80gb+4x8xa100-40gb": "1x8xh100-80gb+1x8xa100-40gb"}
-"""Of clusters every part of which is planned for."""
+"""Smaller clusters for commands that plan for every part of a cluster."""
 
 
 def commands(document: Path) -> list[list[str]]:

@@ -34,7 +34,7 @@ def test_an_uneven_pipeline_is_within() -> None:
 
 def test_stages_of_unlike_sizes_are_beyond() -> None:
     plan = make_plan("llama-tied", "fsdp2, fsdp2", "single, single", sizes=(2, 1))
-    assert "stages of unlike numbers of devices (2, 1)" in unsupported(plan, EVERY)
+    assert "stages of different numbers of devices (2, 1)" in unsupported(plan, EVERY)
 
 
 def test_a_mix_is_named_with_its_counts() -> None:
@@ -68,7 +68,7 @@ def test_strided_tensor_parallelism_is_refused() -> None:
 
 def test_zero_2_may_be_refused_beside_tp_alone() -> None:
     assert EVERY.refusal(parse_strategy("fsdp8 zero2")) is None
-    assert EVERY.refusal(parse_strategy("fsdp4-tp2 zero2")) == "zero 2 beside tp"
+    assert EVERY.refusal(parse_strategy("fsdp4-tp2 zero2")) == "zero 2 together with tp"
 
 
 def test_a_single_device_is_always_within() -> None:

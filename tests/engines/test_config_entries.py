@@ -112,9 +112,9 @@ OTHER_VALUES: Mapping[str, Any] = {
     "vocab_size": 1024,
 }
 NEVER_TRAINED = {"max_window_layers", "num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"}
-"""Beside those without effect: what no plan trains, what a window alone reads, and what a switch alone turns on."""
+"""Entries that no plan trains, or that have an effect only with a window or a switch."""
 SAID_ELSEWHERE = {"hidden_size", "num_hidden_layers", "use_sliding_window"}
-"""By the chain of layers, and what only says whether there is a window."""
+"""Entries given by the chain of layers, or that only say whether there is a window."""
 TARGETS_OF = {
     "megatron": ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
     "torchtitan": ("llama", "qwen3", "qwen3_moe", "deepseek_v3"),

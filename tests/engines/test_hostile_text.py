@@ -36,7 +36,7 @@ def with_text(plan: Plan, text: str) -> Plan:
 
 
 def files_of(plan: Plan, target: str, text: str, *given_up: str) -> tuple[tuple[str, str], ...]:
-    """What is exported of the plan with this text wherever one may stand: in a second line, if nothing is given up."""
+    """Return the export of the plan with this text in every possible place; without ``given_up`` it has two lines."""
     request = Request(
         plan=with_text(plan, text),
         headline=text,

@@ -223,7 +223,7 @@ def test_it_is_given_the_adapters_of_the_plan(recipe_of: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("lora:rslora", "alpha / r"), ("lora:targets=q_proj+v_proj", "or none"), ("lora:targets=mlp.up_proj", "alone")],
+    [("lora:rslora", "alpha / r"), ("lora:targets=q_proj+v_proj", "or none"), ("lora:targets=mlp.up_proj", "only for")],
 )
 def test_adapters_that_it_has_not_are_refused(text: str, reason: str) -> None:
     refused = ENGINES["megatron-bridge"].lever_refusal(Train.parse(text))

@@ -31,7 +31,7 @@ WRITTEN = {
     "ZeRO-2 beside tp": ("deepspeed", Settings(zero=2, sp=False, tp=2)),
 }
 PRECISIONS: dict[str, Precision] = {"degrees": "fp16", "ZeRO-2 beside tp": "fp16"}
-"""Of those that are not in bf16."""
+"""Precision of the files that are not in bf16."""
 
 
 @pytest.mark.slow

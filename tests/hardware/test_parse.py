@@ -289,7 +289,7 @@ def test_a_network_that_is_a_bandwidth_gets_the_names_of_the_nearest_links(text:
 
 
 def test_pools_of_two_vendors_are_refused_with_what_to_plan_instead() -> None:
-    with pytest.raises(InvalidClusterError, match="NCCL and RCCL do not talk to each other") as caught:
+    with pytest.raises(InvalidClusterError, match="NCCL and RCCL cannot share a process group") as caught:
         parse_pools("2x8xh100-80gb+1x8xmi300x")
     assert caught.value.found == "2x8xh100-80gb of NVIDIA and 1x8xmi300x of AMD"
     assert "--cluster 2x8xh100-80gb" in caught.value.hint

@@ -87,7 +87,10 @@ def test_some_of_the_pools_keep_their_links():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1x8xh100-80gb+2x8xh100-80gb", r"^cluster: found h100-80gb in two pools\n.*each device once\n.*add up"),
+        (
+            "1x8xh100-80gb+2x8xh100-80gb",
+            r"^cluster: found h100-80gb in two device groups\n.*each device type once\n.*combine",
+        ),
         ("1x8xh100-80gb+", r"^cluster: found ''\n.*several of them joined by \+"),
         ("1x8xh100-80gb+1x8xa100-40", r"^device: found 'a100-40'\n.*\n.*did you mean a100-40gb"),
     ],
@@ -100,8 +103,8 @@ def test_a_mistake_in_the_short_form_is_named(text, message):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ("link: 2xethernet-100\n", "", r"^link: found 0 for 2 pools\n.*the link that joins the pools"),
-        (", name: new", ", name: 2x2xa100-80gb", r"^pools: found '2x2xa100-80gb' twice\n.*a name of its own"),
+        ("link: 2xethernet-100\n", "", r"^link: found 0 for 2 device groups\n.*the link between the device groups"),
+        (", name: new", ", name: 2x2xa100-80gb", r"^pools: found '2x2xa100-80gb' twice\n.*a unique name"),
         (", name: new", ", name: a+b", r"^pools: found 'a\+b'\n.*without a plus"),
         (", inter_link: ethernet-25", ", speed: 3", r"^speed: found an unknown key"),
         ("  - {num_nodes: 2, devices_per_node: 2, device: a100-80gb, inter_link: ethernet-25}\n", "", "two or more"),
@@ -115,5 +118,5 @@ def test_a_mistake_in_a_file_of_pools_is_named(tmp_path, before, after, message)
 
 
 def test_where_one_device_type_is_meant_several_pools_are_refused():
-    with pytest.raises(InvalidClusterError, match=r"2 pools of unlike devices\n.*one device type"):
+    with pytest.raises(InvalidClusterError, match=r"2 device groups\n.*one device type"):
         parse_cluster(SHORT)

@@ -45,13 +45,16 @@ def test_labels_that_are_shifted_already_stay() -> None:
     [
         ({"labels": None}, "input_ids and labels"),
         ({"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]] * 2)}, "padding before tokens"),
-        ({"attention_mask": torch.ones(2, 1, 6, 6)}, "attention masks of the batch's own"),
-        ({"decoder_input_ids": TOKENS + 1}, "decoder_input_ids of the batch's own"),
+        ({"attention_mask": torch.ones(2, 1, 6, 6)}, "an attention mask with more than two dims"),
+        ({"decoder_input_ids": TOKENS + 1}, "decoder_input_ids that differ from the labels"),
         ({"token_type_ids": torch.ones_like(TOKENS)}, "one segment"),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, "packing_strategy='wrapped'"),
         ({"pixel_values": torch.zeros(2, 3)}, "a batch with pixel_values"),
         ({"input_ids": torch.ones(2, 9).long()}, "at most the 8 tokens"),
-        ({"input_ids": torch.ones(5, 6).long(), "labels": torch.ones(5, 6).long()}, "at most the 4"),
+        (
+            {"input_ids": torch.ones(5, 6).long(), "labels": torch.ones(5, 6).long()},
+            "at most 4, the plan's global batch",
+        ),
     ],
 )
 def test_what_the_plan_cannot_train_on_is_refused(given: dict[str, Any], words: str) -> None:

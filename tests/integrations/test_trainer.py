@@ -93,7 +93,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(found: dict[str, Any]) -> None:
 
 
 def test_damaged_checkpoints_and_those_of_another_model_are_refused(found: dict[str, Any]) -> None:
-    assert "with other content than was written" in found["refused"]["damaged"]
+    assert "whose content has changed since it was written" in found["refused"]["damaged"]
     assert "of test (config" in found["refused"]["another model"]
 
 
@@ -102,8 +102,8 @@ def test_damaged_checkpoints_and_those_of_another_model_are_refused(found: dict[
     [
         ("routers", "model.config.output_router_logits: found True in the model"),
         ("own loss", "compute_loss_func: found builtin_function_or_method"),
-        ("no arguments", "give TrainingArguments"),
-        ("no forward", "a rank has a part of the model"),
+        ("no arguments", "pass TrainingArguments"),
+        ("no forward", "a rank has only a part of the model"),
     ],
 )
 def test_what_a_plan_leaves_no_place_for_is_refused(found: dict[str, Any], name: str, words: str) -> None:

@@ -25,16 +25,16 @@ def arguments(folder: Path, **given: Any) -> TrainingArguments:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"per_device_train_batch_size": 2}, ("2 in TrainingArguments", "4, since the plan has 16 samples")),
+        ({"per_device_train_batch_size": 2}, ("2 in TrainingArguments", "4, because the plan has 16 samples")),
         ({"per_device_eval_batch_size": 2}, ("2 in TrainingArguments", "in 2 microbatches over 2 ranks")),
-        ({"gradient_accumulation_steps": 8}, ("8 in TrainingArguments", "2, since the plan has 16 samples")),
-        ({"bf16": True}, ("True in TrainingArguments", "since the plan computes in fp32")),
+        ({"gradient_accumulation_steps": 8}, ("8 in TrainingArguments", "2, because the plan has 16 samples")),
+        ({"bf16": True}, ("True in TrainingArguments", "because the plan computes in fp32")),
         ({"auto_find_batch_size": True}, ("True in TrainingArguments", "the plan divides the model")),
         ({"optim": "sgd"}, ("OptimizerNames.SGD", "the optimizer of the plan, adamw")),
         ({"adam_epsilon": 1e-6}, ("1e-06 in", "1e-08")),
         ({"torch_compile": True}, ("True in", "the plan compiles nothing")),
         ({"label_smoothing_factor": 0.1}, ("0.1 in", "without smoothing")),
-        ({"neftune_noise_alpha": 5.0}, ("5.0 in", "the embedding is planned as it is")),
+        ({"neftune_noise_alpha": 5.0}, ("5.0 in", "the plan assumes an unchanged embedding")),
     ],
 )
 def test_what_contradicts_the_plan_is_one_error_that_names_both(

@@ -39,7 +39,7 @@ WIDE = {**CONFIGS["llama"], "num_hidden_layers": 4, "hidden_size": 256, "interme
 JOB: dict[str, Any] = {"global_batch": 4, "seq_len": 64}
 SIZES: dict[str, Any] = {"num_microbatches": 2, "global_batch": 32, "num_devices": 2, "seq_len": 64}
 MODEL = "test"
-"""As `make_plan` names them."""
+"""Name of models in `make_plan`."""
 BLOCKS = {"compile": "blocks"}
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
@@ -78,7 +78,7 @@ def test_dimensions_that_exchange_in_the_middle_of_a_block_are_refused(config: s
 
 
 def test_quantized_weights_are_refused_before_any_search() -> None:
-    with pytest.raises(UserError, match="beside --base"):
+    with pytest.raises(UserError, match="together with --base"):
         make_request("llama-demo", "1x1xa100-40gb", **JOB, levers=BLOCKS | {"train": "lora", "base": "nf4"})
 
 
@@ -179,8 +179,8 @@ def _of(layer: LayerProfile, remat: str) -> Recomputation:
 
 @pytest.mark.slow
 def test_norm_and_activation_of_a_block_are_one_kernel_each() -> None:
-    """Of Llama: 7 products and attention, 2 norms (one with the sum before it), the activation times the other
-    product, rotary embedding of queries and of keys, and the last sum."""
+    """Llama has 7 products and attention, 2 norms (one with the sum before it), the activation times the other product,
+    rotary embedding of queries and of keys, and the last sum."""
     layer = blocks_of(WIDE, BLOCKS, 2)["undivided"]
     assert layer.forward.num_kernels == 8 + 6
 
@@ -210,7 +210,7 @@ def _zeros(samples: Sequence[int]) -> torch.Tensor:
 
 
 def _graphs_of_two_steps(model: ParallelModel) -> int:
-    """Without a meter of memory, under which PyTorch compiles anew in a process where other models were traced."""
+    """Run without a memory meter, under which PyTorch compiles again in a process that has traced other models."""
     torch._dynamo.utils.counters.clear()
     for _ in range(2):
         model.train_step(_zeros)

@@ -60,7 +60,7 @@ def _refused(model: Any, cluster: str, levers: dict[str, str], **options: Any) -
 
 @pytest.mark.parametrize(
     ("cluster", "word", "words"),
-    [("1x1xa100-40gb", "rowwise", "no known rate in fp8"), ("1x1xh100-80gb", "mxfp8", "no trace is made")],
+    [("1x1xa100-40gb", "rowwise", "fp8 rate is unknown"), ("1x1xh100-80gb", "mxfp8", "no trace is made")],
 )
 def test_a_device_or_an_engine_without_it_is_refused_before_any_search(cluster: str, word: str, words: str) -> None:
     error = _refused("llama-demo", cluster, {"float8": word})
@@ -70,7 +70,7 @@ def test_a_device_or_an_engine_without_it_is_refused_before_any_search(cluster: 
 
 def test_what_it_does_not_go_beside_is_refused_before_any_search() -> None:
     qlora = {"train": "lora", "base": "nf4", "float8": "rowwise"}
-    assert "beside adapters" in _refused("llama-demo", "1x1xh100-80gb", qlora).found
+    assert "together with adapters" in _refused("llama-demo", "1x1xh100-80gb", qlora).found
     assert "engine megatron" in _refused("llama3-8b", "1x8xh100-80gb", {"float8": "rowwise"}, engine="megatron").found
 
 
@@ -81,7 +81,7 @@ def test_an_engine_that_has_the_lever_says_so_of_the_precision() -> None:
 
 def test_a_model_without_aligned_layers_is_refused_before_any_search() -> None:
     sizes = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 9, "intermediate_size": 100}
-    with pytest.raises(InvalidModelError, match="dims that 16 divides"):
+    with pytest.raises(InvalidModelError, match="dims divisible by 16"):
         job_of(make_request(CONFIGS["llama"] | sizes, "1x1xh100-80gb", global_batch=4, seq_len=32, levers=ROWWISE))
 
 
@@ -128,7 +128,7 @@ def test_routers_and_experts_stay_as_they_are() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("word", ["tensorwise", "rowwise"])
 def test_closed_forms_move_about_as_many_bytes_as_compiled_blocks(word: str) -> None:
-    """Which compute again what they do not save, in other places with and without it."""
+    """Compiled blocks recompute unsaved tensors, in different places with and without float8."""
     sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 1536}
     config = CONFIGS["llama"] | sizes | {"max_position_embeddings": 512, "head_dim": 128}
     shape = DecoderShape.of(make_request(config, "1x1xh100-80gb", global_batch=4, seq_len=512).chain, 512)
@@ -168,14 +168,14 @@ def _step_s(cluster: str, levers: dict[str, str], *, engine: str = "native", seq
 
 @pytest.mark.slow
 def test_without_compiled_blocks_casts_cost_more_than_products_gain() -> None:
-    """In torchtitan's Llama-3-8B on 8 H100 a step took 1.45 times as long (torchao, float8nocompile)."""
+    """A step of torchtitan's Llama-3-8B on 8 H100 took 1.45 times as long (torchao, float8nocompile)."""
     plain = _step_s("1x2xh100-80gb", {})
     assert 1.2 < _step_s("1x2xh100-80gb", {"float8": "tensorwise"}) / plain < 1.7
 
 
 @pytest.mark.slow
 def test_torchtitan_compiles_it_and_gains_where_layers_are_large() -> None:
-    """With MXFP8 a step takes longer where layers have few tokens: torchtitan's pull request 2086 measured 1.05."""
+    """MXFP8 is slower for layers with few tokens: torchtitan's pull request 2086 measured 1.05."""
     plain, short = (_step_s("1x4xgb200", {}, engine="torchtitan", seq_len=each) for each in (8192, 512))
     for word in ("rowwise", "mxfp8"):
         assert 1.1 < plain / _step_s("1x4xgb200", {"float8": word}, engine="torchtitan", seq_len=8192) < 1.6

@@ -65,7 +65,7 @@ def test_a_plan_says_it_and_what_lies_on_the_host(tmp_path: Path) -> None:
     assert plan.prediction is not None
     assert link_lines(plan, plan.prediction)[-1].endswith("24.8 GB/s on a100-40gb")
     assert (
-        "of tensors in the host memory of a node, of which the cluster does not say how much there is: not checked"
+        "of tensors in the host memory of a node; not checked, because the cluster does not define its size"
         in headline(plan)
     )
 
@@ -104,7 +104,7 @@ def test_a_faster_link_never_slows_a_plan_down() -> None:
 
 
 def test_moments_are_on_the_host_and_not_on_the_device() -> None:
-    """Of llama3.2-1b, whose 1.5 billion parameters with those of the head have moments of 8 bytes."""
+    """The 1.5 billion parameters of llama3.2-1b, head included, have moments of 8 bytes."""
     options: dict[str, Any] = {"global_batch": 1, "seq_len": 64}
     plain, offloaded = (find_plan("llama3.2-1b", "1x1xa100-80gb", **options, levers=levers) for levers in ({}, OFFLOAD))
     assert plain.prediction is not None
@@ -150,7 +150,7 @@ SAMPLE = HELD[::3]
 def test_predicted_bytes_are_at_least_those_found_and_little_more(
     word: str, precision: str, stages: tuple[str, ...], num_microbatches: int
 ) -> None:
-    """On the device and on the host, of sequences that are long enough for activations to count."""
+    """Bytes on the device and on the host, for sequences that are long enough for activations to count."""
     options: dict[str, Any] = {"precision": precision, "global_batch": 16, "num_devices": 2, "seq_len": 512}
     plan = make_plan(LONG, *stages, num_microbatches=num_microbatches, **options, levers={"offload": word})
     job = replace(traced_job(plan, "adamw"), levers=plan.chosen_levers)
@@ -183,7 +183,7 @@ def test_what_blocks_save_is_on_the_host_and_copied_both_ways_in_every_microbatc
 def test_selective_remat_beside_activations_on_the_host_is_refused() -> None:
     stages = "dp2, dp2 remat=selective, dp2, dp2"
     options: dict[str, Any] = {"num_microbatches": 2, "global_batch": 16, "num_devices": 2}
-    with pytest.raises(InvalidPlanError, match="no or full remat"):
+    with pytest.raises(InvalidPlanError, match="no remat or full remat"):
         make_plan("llama-tied", stages, **options, levers={"offload": "activations"})
     make_plan("llama-tied", stages, **options, levers=OFFLOAD)
 
@@ -207,7 +207,7 @@ def test_advice_offers_it_and_a_search_never_takes_it_by_itself() -> None:
 
 
 def test_the_search_takes_it_where_nothing_fits_without_and_says_why() -> None:
-    """Of 7 billion parameters on a card of 24 GB, whose plan is the one of the value that was asked for."""
+    """A 7B on a card of 24 GB gets the plan of the explicit value."""
     options: dict[str, Any] = {"global_batch": 1, "seq_len": 512}
     result = complete(make_request("llama2-7b", "1x1xrtx-4090", **options, levers={"offload": "auto"}))
     assert result.plan == find_plan("llama2-7b", "1x1xrtx-4090", **options, levers={"offload": "parameters"})
@@ -227,7 +227,7 @@ def test_the_search_leaves_it_out_where_it_gains_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("memory", "taken"), [("1200MiB", "parameters+activations"), ("1300MiB", "activations")])
 def test_no_value_is_faster_than_the_one_that_the_search_takes(memory: str, taken: str) -> None:
-    """Over a link so fast that some gain where more must be computed again without."""
+    """The link is so fast that offload gains if recomputation is the alternative."""
     cluster = parse_cluster("1x2xa100-40gb")
     fast = cluster.on(device=replace(cluster.device, host_bytes_per_s=4e12))
     options: dict[str, Any] = {**OPTIONS, "seq_len": 1024, "memory": memory, "levers": {"offload": "auto"}}
@@ -242,7 +242,7 @@ def test_values_that_cannot_be_had_are_left_out_with_the_reason() -> None:
     levers = {"offload": "auto", "optimizer": "adamw-8bit"}
     result = complete(make_request("llama-demo", "1x2xa100-40gb", **OPTIONS, levers=levers))
     assert result.plan is not None
-    assert "; not optimizer beside another optimizer" in result.notes[0]
+    assert "; not optimizer together with another optimizer" in result.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -315,9 +315,9 @@ def test_more_than_the_host_has_is_refused_and_not_advised(tmp_path: Path, monke
     ("memory_bytes", "words"),
     [
         (20, "of 20 B"),
-        (19, "of 19 B; pinned, each may take up to twice its size"),
+        (19, "of 19 B; pinned tensors may take up to twice their size"),
         (9, "more than its 9 B"),
-        (None, "not checked"),
+        (None, "not checked, because the cluster does not define its size"),
     ],
 )
 def test_what_is_said_of_host_memory_is_what_is_known(memory_bytes: int | None, words: str) -> None:
@@ -328,7 +328,7 @@ def test_what_is_said_of_host_memory_is_what_is_known(memory_bytes: int | None, 
 
 @pytest.mark.parametrize("word", ["adamw-8bit", "adafactor", "sgd"])
 def test_another_optimizer_beside_its_moments_on_the_host_is_refused(word: str) -> None:
-    with pytest.raises(UserError, match="beside another optimizer"):
+    with pytest.raises(UserError, match="together with another optimizer"):
         find_plan("llama-demo", "1x2xa100-40gb", **OPTIONS, levers={**OFFLOAD, "optimizer": word})
     levers = {"offload": "activations", "optimizer": word}
     assert find_plan("llama-demo", "1x2xa100-40gb", **OPTIONS, levers=levers).levers == levers
@@ -368,7 +368,7 @@ def test_parameters_cross_the_link_in_every_pass_and_are_updated_by_the_host() -
 
 @pytest.mark.parametrize(
     ("strategy", "reason"),
-    [("dp2", "fsdp"), ("fsdp2 zero2", "ZeRO-3"), ("fsdp2 remat=selective", "no or full remat")],
+    [("dp2", "fsdp"), ("fsdp2 zero2", "ZeRO-3"), ("fsdp2 remat=selective", "no remat or full remat")],
 )
 def test_layers_whose_parameters_cannot_lie_on_the_host_are_refused(strategy: str, reason: str) -> None:
     with pytest.raises(InvalidPlanError, match=reason):
@@ -383,5 +383,5 @@ def test_layers_whose_parameters_cannot_lie_on_the_host_are_refused(strategy: st
 
 
 def test_a_quantized_base_beside_parameters_on_the_host_is_refused() -> None:
-    with pytest.raises(UserError, match="beside --base"):
+    with pytest.raises(UserError, match="together with --base"):
         find_plan("llama-demo", "1x1xa100-40gb", **OPTIONS, levers={"offload": "parameters", "train": "qlora"})

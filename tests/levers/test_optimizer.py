@@ -42,7 +42,7 @@ MOVED = {"adamw": 28, "adamw-8bit": 12 + 2 * KEPT["adamw-8bit"], "adamw-4bit": 1
     "adafactor": 20,
     "muon": 28,
 }
-"""Of muon where AdamW updates."""
+"""Bytes moved per parameter; for muon those of the parameters that AdamW updates."""
 
 
 def chosen(word: str) -> Levers:
@@ -113,14 +113,14 @@ MUON: dict[str, Any] = {"global_batch": 4, "seq_len": 64, "levers": {"optimizer"
 
 def test_muon_beside_adapters_is_refused() -> None:
     levers = MUON["levers"] | {"train": "lora:r=4"}
-    with pytest.raises(UserError, match="muon for a part of the layers"):
+    with pytest.raises(UserError, match="muon with some layers"):
         find_plan("llama-demo", "1x1xa100-40gb", **MUON | {"levers": levers})
 
 
 def test_muon_for_parts_of_blocks_and_for_none_is_refused_and_for_whole_ones_planned() -> None:
-    with pytest.raises(UserError, match="muon for a part of the layers"):
+    with pytest.raises(UserError, match="muon with some layers"):
         find_plan("llama-demo", "1x1xa100-40gb", **MUON, freeze=("*.self_attn",))
-    with pytest.raises(UserError, match="muon for embedding and head alone"):
+    with pytest.raises(UserError, match="muon with every block frozen"):
         find_plan("llama-demo", "1x1xa100-40gb", **MUON, freeze=("model.layers",))
     plan = find_plan("llama-demo", "1x1xa100-40gb", **MUON, freeze=("model.layers.0",))
     assert plan.prediction is not None
@@ -133,7 +133,7 @@ def test_muon_without_matrix_units_for_bf16_is_refused() -> None:
 
 @pytest.mark.slow
 def test_no_plan_for_adafactor_shards_matrices_and_one_for_muon_does() -> None:
-    """Where the fastest plans with SGD and AdamW do."""
+    """The fastest plans with SGD and AdamW shard matrices."""
     options: dict[str, Any] = {"global_batch": 8, "seq_len": 512, "memory": 16 * GIB}
     options["decisions"] = Decisions(num_stages=1)
     plans = {
@@ -171,7 +171,7 @@ def test_the_products_of_muon_on_a_cpu_take_the_measured_rate_of_bf16() -> None:
 
 
 def test_the_seconds_of_muon_are_those_of_its_products_and_bytes() -> None:
-    """Of a block of llama3.2-1b: two matrices of 2048 and 2048, two of 512, three of 8192."""
+    """A block of llama3.2-1b has two matrices of 2048 × 2048, two of 512, three of 8192."""
     options: dict[str, Any] = {"global_batch": 1, "seq_len": 64}
     seconds = {}
     for word in ("adamw", "muon"):
@@ -209,7 +209,7 @@ def test_a_profile_without_shapes_of_products_is_refused_for_muon() -> None:
         for each in of.profile.layers
     )
     without = of.on(profile=of.profile.model_copy(update={"layers": layers}))
-    with pytest.raises(UserError, match="no shapes of matrix products"):
+    with pytest.raises(UserError, match="no matrix shapes"):
         predict_memory(plan, without)
 
 
@@ -224,7 +224,7 @@ def test_a_profile_of_a_packaged_model_gets_shapes_of_products_from_a_trace() ->
 
 @pytest.mark.parametrize("word", KEPT)
 def test_what_it_keeps_goes_as_its_bytes_a_parameter(word: str) -> None:
-    """Of the layers of llama3.2-1b, which have 1.24 billion parameters and the head another 0.26."""
+    """The layers of llama3.2-1b have 1.24 billion parameters, and the head another 0.26."""
     plan = find_plan("llama3.2-1b", "1x1xa100-80gb", global_batch=1, seq_len=64, levers={"optimizer": word})
     assert plan.prediction is not None
     (stage,) = plan.prediction.stages
@@ -253,7 +253,7 @@ def traced_job(plan: Plan, word: str) -> Job:
 
 
 MOST = 1.15
-"""Of predicted over found. The allowance of a layer is a tenth of what such small ones keep."""
+"""Maximum ratio of predicted and found bytes; the allowance per layer is a tenth of the states of such small layers."""
 LARGER = CONFIG | {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 2000}
 CHECKED = {
     "replicated": ("fp32", (", ".join(["dp2"] * 6),)),
@@ -271,7 +271,8 @@ HELD = [
 NIGHTLY = {("adamw-4bit", "replicated"), ("adamw-4bit", "tensors and sequence, bf16"), ("adamw-4bit", "stages")} | {
     *(("sgd", name) for name in CHECKED if name != "sharded, bf16")
 }
-"""What is kept beside moments of 4 bits is what is beside those of 8, and a momentum has the shape of a parameter."""
+"""Cases that repeat others: 4-bit moments have the same extra tensors as 8-bit ones, and a momentum has the shape of a
+parameter."""
 
 
 @pytest.mark.slow

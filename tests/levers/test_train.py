@@ -55,8 +55,16 @@ def test_a_text_says_one_value_and_a_value_one_text(text: str, expected: str) ->
     [
         *(("lora:r=0", "r=0"), ("lora:r=1.5", "r=1.5"), ("lora:x y=1", "x y=1"), ("lora:r=4,r=5", "r=5")),
         *(("lora:dropout=1", "dropout=1"), ("lora:targets=", "targets="), ("dora:r=4", "dora:r=4")),
-        *(("prompt_tuning", "tokens or prefixes"), ("adalora:r=4", "calls of its own"), ("osf", "decomposition")),
-        *(("vblora", "share trained parameters"), ("lora:init_lora_weights=pissa", "pissa"), ("ia4", "ia4")),
+        *(
+            ("prompt_tuning", "tokens or prefixes"),
+            ("adalora:r=4", "the training loop has to update"),
+            ("osf", "decomposes the weights"),
+        ),
+        *(
+            ("vblora", "trained parameters are shared by all layers"),
+            ("lora:init_lora_weights=pissa", "pissa"),
+            ("ia4", "ia4"),
+        ),
         *(("full:r=4", "full:r=4"), ("lora:rslora=no", "rslora=no"), ("lora:alpha=x", "alpha=x")),
     ],
 )
@@ -85,7 +93,7 @@ def test_targets_of_no_linear_layer_are_refused_before_anything_is_traced(target
         ("oft:r=8,oft_block_size=4", "oft:", ""),
         ("lora:layer_replication=0", "lora:", ""),
         ("lora:modules_to_save=lm_head,trainable_token_indices=1", "changes the layers", ""),
-        ("lily:r=8", "share trained parameters", ""),
+        ("lily:r=8", "trained parameters are shared by all layers", ""),
     ],
 )
 def test_settings_that_peft_refuses_or_that_change_the_base_are_told_before_anything_is_traced(
@@ -117,19 +125,19 @@ def test_magnitudes_begin_as_norms_of_the_weights_that_are_quantized() -> None:
 
 
 def test_adapters_other_than_lora_beside_a_quantized_base_are_refused() -> None:
-    with pytest.raises(UserError, match="beside a quantized base"):
+    with pytest.raises(UserError, match="together with a quantized base"):
         make_request("llama-demo", "1x1xa100-40gb", global_batch=1, seq_len=64, levers={"train": "ia3", "base": "nf4"})
 
 
 def test_layers_with_other_adapters_than_lora_are_not_divided_by_tp() -> None:
     lora, dora = (lora_plan(text, "llama", ", ".join(["dp2"] * 8), num_devices=2).chain() for text in ("lora", "dora"))
     assert "" in {each.no_tp for each in lora.layer_types}
-    assert {each.no_tp for each in dora.layer_types} == {"lora with use_dora adapters are not divided"}
+    assert {each.no_tp for each in dora.layer_types} == {"lora with use_dora adapters do not support tp"}
 
 
 def test_matrices_stored_together_for_adapters_are_not_divided_by_tp() -> None:
     chain = lora_plan("lora:r=4", FAMILY_CONFIGS["gpt2"], "dp2, dp2, dp2, dp2", num_devices=2).chain()
-    assert chain.type_of(1).no_tp == "adapters are not divided beside enter"
+    assert chain.type_of(1).no_tp == "no tp for adapters with enter"
 
 
 def test_a_base_without_linear_layers_of_torch_is_not_quantized_without_a_word() -> None:
@@ -159,7 +167,7 @@ def test_a_plan_says_that_routed_experts_have_no_adapters() -> None:
     ],
 )
 def test_a_name_of_no_stacked_matrices_is_refused(config: Any, target: str, expected: str) -> None:
-    with pytest.raises(UserError, match="no stacked matrices of experts") as caught:
+    with pytest.raises(UserError, match="a stacked expert matrix") as caught:
         lora_plan(f"lora:r=4,target_parameters={target}", config, ", ".join(["dp2"] * 4), num_devices=2)
     assert caught.value.expected == expected
 
@@ -167,8 +175,8 @@ def test_a_name_of_no_stacked_matrices_is_refused(config: Any, target: str, expe
 def test_other_adapters_than_lora_go_with_no_expert_parallelism() -> None:
     strategy = parse_strategy("fsdp4 ep2")
     assert Levers.of({"train": "lora"}).refusal(strategy) is None
-    assert Levers.of({"train": "ia3"}).refusal(strategy) == "ia3 adapters go with no ep"
-    assert "go with no ep" in str(Levers.of({"train": f"lora:{STACKED}"}).refusal(strategy))
+    assert Levers.of({"train": "ia3"}).refusal(strategy) == "ia3 adapters do not support ep"
+    assert "do not support ep" in str(Levers.of({"train": f"lora:{STACKED}"}).refusal(strategy))
 
 
 def test_another_engine_is_refused_before_any_search() -> None:
@@ -203,7 +211,7 @@ def test_qlora_is_short_for_adapters_beside_a_base_in_nf4() -> None:
 
 @pytest.mark.parametrize(
     ("levers", "found"),
-    [({"base": "nf4"}, "nf4 where all of llama-demo is trained"), ({"train": "lora", "base": "fp4"}, "'fp4'")],
+    [({"base": "nf4"}, "nf4 with all of llama-demo trained"), ({"train": "lora", "base": "fp4"}, "'fp4'")],
 )
 def test_a_quantized_base_that_trains_is_refused_and_an_unknown_one(levers: dict[str, str], found: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -258,7 +266,7 @@ TEXTS = {
 
 
 SAMPLE = [name for name in CASES if name.endswith(", bf16") or name.endswith("stages") or name == "tensors"]
-"""Each text in bf16, beside dp and fsdp; without casts where a stage or a matrix is divided."""
+"""Adapters in bf16 with dp and fsdp; without casts if a stage or a matrix is divided."""
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def test_a_parameter_is_kept_and_moved_in_two_bytes(optimizer: str, kept: float,
 
 
 def test_a_7b_is_fine_tuned_in_full_on_one_card_of_80_gb() -> None:
-    """As torchtune's full_finetune_single_device does, in 6.74 billion parameters of 8 bytes."""
+    """torchtune's full_finetune_single_device trains 6.74 billion parameters of 8 bytes."""
     with pytest.raises(NothingFitsError):
         find_plan("llama2-7b", **ONE)
     plan = find_plan("llama2-7b", **ONE, levers={"weights": "bf16"})
@@ -43,9 +43,9 @@ def test_a_7b_is_fine_tuned_in_full_on_one_card_of_80_gb() -> None:
         ({"precision": "fp16", "cluster": "1x1xv100-32gb"}, {}, "for layers that compute in fp16"),
         ({}, {"optimizer": "muon"}, "with --optimizer muon"),
         ({}, {"optimizer": "adafactor"}, "with --optimizer adafactor"),
-        ({}, {"train": "lora"}, "beside --train"),
-        ({}, {"offload": "optimizer"}, "beside --offload"),
-        ({}, {"float8": "rowwise"}, "beside --float8"),
+        ({}, {"train": "lora"}, "together with --train"),
+        ({}, {"offload": "optimizer"}, "together with --offload"),
+        ({}, {"float8": "rowwise"}, "together with --float8"),
         ({"engine": "megatron"}, {}, "with the engine megatron"),
     ],
 )

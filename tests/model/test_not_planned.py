@@ -13,7 +13,9 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("model_type", NOT_PLANNED)
 def test_a_type_that_nobody_trains_is_refused_with_what_to_use_instead(model_type: str) -> None:
-    with pytest.raises(InvalidModelError, match=rf"model_type: found {model_type}, which is not planned") as raised:
+    with pytest.raises(
+        InvalidModelError, match=rf"model_type: found {model_type}, which steelyard does not support"
+    ) as raised:
         chain_from_config({"model_type": model_type}, name="model")
     assert raised.value.hint == NOT_PLANNED[model_type]
 

@@ -140,7 +140,8 @@ def test_a_folder_of_that_name_goes_before_the_id(tmp_path: Path, monkeypatch: p
 
 def test_an_id_that_is_not_packaged_says_how_to_get_its_config() -> None:
     with pytest.raises(
-        InvalidModelError, match=r"(?s)not packaged \(packaged is .*Qwen/Qwen3-14B.*hf download Qwen/QwQ-14B"
+        InvalidModelError,
+        match=r"(?s)not packaged \(similar packaged models: .*Qwen/Qwen3-14B.*hf download Qwen/QwQ-14B",
     ):
         load_config("Qwen/QwQ-14B")
     with pytest.raises(InvalidModelError, match=r"huggingface\.co/no/such/resolve/main/config\.json"):

@@ -280,7 +280,7 @@ class TwoTowers(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A module, what is read for some samples, a loss, and its lists of blocks where they are to be named."""
+    """A module, its inputs for some samples, a loss, and its lists of blocks if they have to be named."""
 
     build: Any
     sample: Any

@@ -67,7 +67,7 @@ BESIDE_CONFIGS: dict[str, dict[str, Any]] = {
     "mpnet": {**_SMALL, **_NO_DROPOUT, "architectures": ["MPNetForMaskedLM"]},
 }
 """Models whose blocks read more than the hidden state that depends on parameters."""
-"""What is here beside the keys of a type is ignored by it."""
+"""A type ignores keys that it does not know."""
 
 _IMAGES = {"image_size": 32, "patch_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
 IMAGE_CONFIGS: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ ENCODER_CONFIGS: dict[str, dict[str, Any]] = {
         **{"dropout_rate": 0.0, "pad_token_id": 0, "architectures": ["MT5ForConditionalGeneration"]},
     },
 }
-"""Of an encoder and a decoder."""
+"""Models with an encoder and a decoder."""
 EXPERT_CONFIGS: dict[str, dict[str, Any]] = {
     "switch_transformers": {
         **{"d_model": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "d_kv": 16, "d_ff": 96},
@@ -103,7 +103,7 @@ PADDED_CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["PegasusXForConditionalGeneration"],
     },
 }
-"""Of a length that a window divides."""
+"""Models whose sequence length is a multiple of a window."""
 LENGTH_CONFIGS: dict[str, dict[str, Any]] = {
     "cpmant": {
         **{"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "dim_head": 16, "dim_ff": 96},
@@ -146,7 +146,8 @@ OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "minimax": {**_SMALL, **_EXPERTS, "head_dim": 16, "layer_types": ["full_attention", "linear_attention"]},
 }
-"""Blocks that ask for values, hold frozen tables, tokens first or two states, and parameters beside blocks."""
+"""Models whose blocks read values, hold frozen tables, put tokens first or pass two states, or with parameters outside
+blocks."""
 _SPEECH = {key: value for key, value in _STACKS.items() if key != "max_position_embeddings"}
 _SPEECH |= {"max_source_positions": 24, "max_target_positions": 64}
 _PATCHES = {"num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "image_size": [16, 24]}

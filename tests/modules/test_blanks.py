@@ -38,5 +38,5 @@ def test_a_value_of_a_blank_is_an_error() -> None:
 
 
 def test_a_blank_is_written_into_no_tensor_with_values() -> None:
-    with pytest.raises(InvalidModelError, match="writes what depends on parameters into a tensor"):
+    with pytest.raises(InvalidModelError, match="writes values that depend on parameters into a tensor"):
         torch.zeros(3).copy_(blank_of((3,), torch.float32, CPU))

@@ -51,7 +51,7 @@ def test_the_layers_hold_every_parameter_once_and_shared_ones_once_more_for_each
 
 @pytest.mark.parametrize("name", sampled([name for name in FAMILY_CONFIGS if name != "swin"], FAMILIES))
 def test_the_declared_layer_types_are_those_of_the_structure(name):
-    """Which blocks of Swin shift their windows a forward pass decides."""
+    """A forward pass decides which blocks of Swin shift their windows."""
     chain = chain_of(name)
     model = build_meta_model(chain)
     prepare_model(model, chain)
@@ -154,13 +154,13 @@ def test_a_plan_for_images_has_the_sequence_length_of_their_patches():
 
 
 def test_a_sequence_longer_than_the_learned_positions_is_an_error():
-    with pytest.raises(InvalidModelError, match="32 or less"):
+    with pytest.raises(InvalidModelError, match="at most 32"):
         make_plan(FAMILY_CONFIGS["gpt2"], "single, single, single, single", num_devices=1, seq_len=64)
 
 
 def test_a_plan_that_divides_a_swin_block_is_refused():
     stages = "tp2, " * 6 + "dp2"
-    with pytest.raises(InvalidPlanError, match="tp is not for the embedding layers"):
+    with pytest.raises(InvalidPlanError, match="the embedding layers do not support tp"):
         make_plan(FAMILY_CONFIGS["swin"], stages, num_devices=2, seq_len=64)
 
 

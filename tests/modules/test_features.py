@@ -66,14 +66,12 @@ def test_wide_convolutions_before_the_blocks_are_narrow_where_it_is_proved() -> 
 
 
 def test_a_type_of_which_it_is_not_known_what_sound_is_refused_by_name() -> None:
-    with pytest.raises(InvalidModelError, match="pop2piano, of which it is not known what a sample holds of sound"):
+    with pytest.raises(InvalidModelError, match="pop2piano, without the shape of its audio features"):
         split_model("pop2piano", {"architectures": ["Pop2PianoForConditionalGeneration"]})
 
 
 def test_a_part_that_looks_its_attention_up_in_a_table_of_its_own_is_built() -> None:
-    with pytest.raises(
-        InvalidModelError, match="unlimited_ocr, of which it is not known what a sample holds of images"
-    ):
+    with pytest.raises(InvalidModelError, match="unlimited_ocr, without the size of its images"):
         find_split(read_hub_config("unlimited_ocr", {}))
 
 
@@ -208,8 +206,8 @@ def test_ids_of_an_image_with_text_follow_from_the_labels() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("clip", "AutoModelForImageClassification: the tower for images with a classifier"),
-        ("whisper", "AutoModelForCausalLM, the decoder alone"),
+        ("clip", "AutoModelForImageClassification: the image tower with a classifier"),
+        ("whisper", "AutoModelForCausalLM (decoder only)"),
     ],
 )
 def test_a_plan_of_a_part_of_a_model_says_what_it_leaves_out(config: str, said: str) -> None:

@@ -29,7 +29,7 @@ READ = {"colwise": "columns", "rowwise": "rows"}
 READ |= dict.fromkeys(GATHERED, "columns_gathered") | dict.fromkeys(OF_WHOLE, "rows_of_whole")
 READ |= dict.fromkeys(WHOLE, "whole")
 OF_EXPERTS = {"moe_tp_experts", "moe_identity_expert", "packed_colwise", "packed_rowwise", "all_reduce"}
-"""Styles that plans have for experts and what is in them, where nothing is left to a plan."""
+"""Styles of tp plans for experts and their parts, which steelyard derives from structure."""
 LOCAL = "local_params"
 """The style of a module that reads parameters of its own, which regions divide with the heads."""
 UNREAD = OF_EXPERTS | {"embedding_rowwise", "embedding_colwise", "sequence_parallel"}
@@ -77,7 +77,7 @@ def test_a_style_that_is_not_read_is_named(style: str) -> None:
     found = _with_style(style)
     ((_, block),) = _blocks(found)
     unread = block.unread_plan()
-    assert unread == f"styles of its own tp plan are not read: {style} (of {PATH})"
+    assert unread == f"styles of its own tp plan are not supported: {style} (of {PATH})"
     assert next(block.suppositions())[f"block.{PATH}"] == "columns"
 
 
@@ -106,7 +106,7 @@ def test_why_a_layer_type_has_no_tp_names_the_styles_that_were_not_read() -> Non
     config = {**SIZES, "is_moe": True, "num_experts": 64, "num_experts_per_tok": 4}
     block = split_model("doge", {"model_type": "doge", **config, "hidden_dropout": 0.0}).kinds[1]
     assert not block.unread_plan
-    assert block.no_tp.startswith("styles of its own tp plan are not read: embedding_rowwise (of mlp.up_embed); ")
+    assert block.no_tp.startswith("styles of its own tp plan are not supported: embedding_rowwise (of mlp.up_embed); ")
 
 
 def test_a_plan_that_two_ranks_do_not_prove_is_told_where_the_structure_is_taken_in_its_place() -> None:

@@ -91,7 +91,7 @@ def test_two_towers_are_one_chain_along_which_the_finished_and_the_waiting_flow(
 def test_a_second_tower_that_begins_between_blocks_is_refused_by_its_operation() -> None:
     case = CASES["towers"]
     error = error_of(TwoTowers(text_before_blocks=False), case.sample, blocks=case.blocks)
-    assert "text.0: found an argument that embedding in tokens makes between two blocks" in error
+    assert "text.0: found an argument that is made by embedding in tokens between two blocks" in error
 
 
 def test_a_second_tower_that_is_not_named_is_refused_with_what_to_name() -> None:
@@ -103,7 +103,7 @@ def test_a_second_tower_that_is_not_named_is_refused_with_what_to_name() -> None
 def test_a_skip_that_is_joined_between_blocks_is_refused_by_its_operation() -> None:
     case = CASES["unet"]
     error = error_of(UNet(joins_in_block=False), case.sample)
-    assert "blocks.2: found an argument that add in the module itself makes between two blocks" in error
+    assert "blocks.2: found an argument that is made by add in the module itself between two blocks" in error
     assert "move the operation into the block" in error
 
 
@@ -149,8 +149,8 @@ def with_unused(_module: Any, h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (lambda: Stack(with_branch), ("needs values", "torch.where")),
-        (lambda: Stack(with_other_operations), ("operations that change", "in every pass")),
+        (lambda: Stack(with_branch), ("needs tensor values", "torch.where")),
+        (lambda: Stack(with_other_operations), ("in one pass but", "in every pass")),
         (lambda: Stack(with_unused, extra=nn.Linear(2, 2)), ("extra.weight", "does not use")),
         (lambda: Stack(norm=nn.BatchNorm1d(4)), ("norm: found BatchNorm1d", "GroupNorm")),
         (lambda: nn.Linear(8, 3), ("Linear without a list of modules", "blocks=")),
@@ -163,7 +163,7 @@ def test_what_does_not_split_is_named(module: Callable[[], nn.Module], words: tu
 
 
 class Gated(Stack):
-    """What follows the blocks reads what is made of parameters before them, without gradient."""
+    """Module whose part after the blocks reads a tensor made from parameters before them, without a gradient."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.stem(x)
@@ -174,7 +174,7 @@ class Gated(Stack):
 
 
 def test_what_is_read_past_the_blocks_without_gradient_is_refused() -> None:
-    assert "a loss of what is made before the blocks of parameters" in error_of(Gated(), SAMPLE)
+    assert "a loss that reads a tensor computed from parameters before the blocks" in error_of(Gated(), SAMPLE)
 
 
 def test_a_tensor_that_is_an_attribute_is_named() -> None:
@@ -193,13 +193,13 @@ def test_a_block_that_is_called_twice_is_named() -> None:
 def test_a_loss_that_is_no_mean_over_samples_is_told_with_both_figures() -> None:
     error = error_of(Stack(), SAMPLE, lambda outputs, targets: (outputs - targets).square().sum())
     assert "loss: found" in error
-    assert "mean over samples" in error
+    assert "mean over independently computed samples" in error
 
 
 def test_a_module_that_returns_no_loss_needs_one() -> None:
     error = error_of(Stack(), SAMPLE[0], None)
     assert "forward: found a tensor of shape [4, 16, 3]: 0 losses" in error
-    assert "give loss=" in error
+    assert "pass loss=" in error
 
 
 def test_one_sample_is_not_enough_to_find_the_dim_of_samples() -> None:
@@ -233,7 +233,7 @@ def test_what_torch_compile_returned_is_refused_with_what_to_give(place: str) ->
         module.set_submodule(place, torch.compile(module.get_submodule(place)))
     else:
         module = torch.compile(module)
-    expected = rf"^{place or 'model'}: found what torch\.compile returned for a Titan\w*(?s:.*)to fix: .*_orig_mod"
+    expected = rf"^{place or 'model'}: found a compiled Titan\w*(?s:.*)to fix: .*_orig_mod"
     with pytest.raises(InvalidModelError, match=expected):
         own_model(Built(module=module, sample=case.sample, loss=case.loss))
     with pytest.raises(InvalidModelError, match=expected):
@@ -287,7 +287,7 @@ def test_a_model_of_transformers_that_is_refused_is_to_be_planned_by_its_config(
         LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=64)
     )
     error = error_of(model, CASES["nanogpt"].sample, lambda outputs, _targets: outputs.logits.sum())
-    assert "plan the config of a model of transformers" in error
+    assert "for a transformers model, plan its config" in error
 
 
 def test_a_module_on_the_meta_device_splits_alike() -> None:

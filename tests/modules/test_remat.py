@@ -21,7 +21,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_without_remat(way: str, dims: int) -> None:
-    """Of three dims a linear layer is a product and its view."""
+    """A linear layer on three dims is a product and a view of it."""
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randn(4, 4, generator=generator, requires_grad=True) for _ in range(2))
     inputs = torch.randn((2, 2, 4)[-dims:], generator=generator, requires_grad=True)

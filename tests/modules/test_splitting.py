@@ -48,7 +48,7 @@ _found: dict[str, ModelSplit] = {}
 
 @pytest.fixture(autouse=True)
 def _nothing_is_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what a packaged model's structure has is proved here, too."""
+    """Prove the small models of packaged structures here as well."""
     monkeypatch.setattr(kept_splits, "packaged_split", lambda _config_hash: None)
 
 
@@ -286,7 +286,7 @@ def test_what_a_config_says_is_not_there_stays_away_at_small_width() -> None:
 
 
 def test_attention_is_divided_where_experts_cannot_be() -> None:
-    """Its experts all take every token, so that none is one rank's own."""
+    """All experts of llama4 read every token, so no expert belongs to one rank."""
     small = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     small |= {"intermediate_size": 32, "intermediate_size_mlp": 32, "head_dim": 16, "vocab_size": 128}
     small |= {"num_local_experts": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -774,16 +774,19 @@ _MODERN |= {"cls_token_id": 1, "sep_token_id": 2, "layer_types": ["full_attentio
         ({"model_type": "blt"}, "in BltPatcher."),  # where, depends on whether torch checks what distributions get
         (
             {"model_type": "perceiver", "architectures": ["PerceiverForMaskedLM"], "num_self_attends_per_block": 2},
-            "perceiver.input_preprocessor.embeddings, which lies before its blocks and which its head reads past them",
+            "perceiver.input_preprocessor.embeddings, which lies before the blocks but is also read by the head",
         ),
-        ({"model_type": "cpmant", "num_hidden_layers": 2}, "its pieces are not the whole: they raise RuntimeError"),
+        (
+            {"model_type": "cpmant", "num_hidden_layers": 2},
+            "its pieces together differ from the whole model: they raise RuntimeError",
+        ),
         (
             {"model_type": "vits", "architectures": ["VitsModel"]},
-            "no class of transformers for text",
+            "no transformers class for text",
         ),
         (
             {"model_type": "whisper", "architectures": ["WhisperForAudioClassification"]},
-            "architectures: found WhisperForAudioClassification, of another task",
+            "architectures: found WhisperForAudioClassification, a class for another task",
         ),
     ],
 )
@@ -800,7 +803,7 @@ def test_a_bare_model_is_taken_for_the_first_task_of_its_type() -> None:
 
 def test_a_class_for_another_task_is_refused_though_its_name_ends_as_bare_models_do() -> None:
     config = read_hub_config("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]})
-    with pytest.raises(InvalidModelError, match="found GPT2DoubleHeadsModel, of another task"):
+    with pytest.raises(InvalidModelError, match="found GPT2DoubleHeadsModel, a class for another task"):
         task_of(config)
 
 

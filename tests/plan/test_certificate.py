@@ -14,14 +14,18 @@ GAP = Certificate(status="gap", gap=0.0123)
 SIMPLIFIED = Certificate(status="simplified", gap=0.0072)
 SIMULATED = Certificate(status="simulated", num_simulated=5)
 WORDS = {
-    "optimal for the cost tables": OPTIMAL,
-    "fastest in simulation among the search's best 5; in its closed form another is": SIMULATED,
-    "simplest found, gap 0.72%: no plan that fits is faster by more": SIMPLIFIED,
+    "optimal under the cost model: no plan in the search space is faster": OPTIMAL,
+    "fastest in simulation of the search's best 5, but not by the search's closed form": SIMULATED,
+    "simplest found, gap 0.72%: no plan in the search space is faster by more": SIMPLIFIED,
     "priced as given, not searched": Certificate(status="priced"),
-    "optimal for the cost tables to 0.01%: no plan that fits is faster by more": Certificate(status="gap", gap=0.0001),
-    "best found, gap 0.01%: no plan that fits is faster by more": Certificate(status="gap", gap=0.00011),
-    "best found, gap 1.23%: no plan that fits is faster by more": GAP,
-    "best so far, gap 1.23%: the search ended at its limit of 300 s": GAP.model_copy(update={"time_limit_s": 300.0}),
+    "optimal under the cost model to 0.01%: no plan in the search space is faster by more": Certificate(
+        status="gap", gap=0.0001
+    ),
+    "best found, gap 0.01%: no plan in the search space is faster by more": Certificate(status="gap", gap=0.00011),
+    "best found, gap 1.23%: no plan in the search space is faster by more": GAP,
+    "best found in 300 s (time limit), gap 1.23%: no plan in the search space is faster by more": GAP.model_copy(
+        update={"time_limit_s": 300.0}
+    ),
 }
 
 

@@ -121,7 +121,7 @@ def test_json_that_is_no_object_is_named(text, tmp_path):
 
 def test_a_key_that_is_there_twice_is_named(tmp_path):
     text = json.dumps(CONTENT).replace('"seq_len": 64', '"seq_len": 64, "seq_len": 32')
-    with pytest.raises(InvalidPlanError, match="the key 'seq_len' is there twice"):
+    with pytest.raises(InvalidPlanError, match="the key 'seq_len' twice"):
         read_plan(write(tmp_path, text))
 
 

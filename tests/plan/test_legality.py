@@ -70,7 +70,7 @@ def test_the_sequence_is_free_without_sp():
 
 
 def test_levels_must_be_runs_of_the_mesh():
-    assert reason("dp2-tp3", HEAD, samples=2) == "the levels of dp2-tp3 are not runs of the stage mesh"
+    assert reason("dp2-tp3", HEAD, samples=2) == "the levels of dp2-tp3 are not consecutive axes of the stage mesh"
 
 
 @given(st.sampled_from(STRATEGIES), st.integers(1, 24), st.integers(1, 24))

@@ -97,12 +97,12 @@ def test_folded_runs_follow_each_other_and_neighbours_differ(first_layer, strate
 @pytest.mark.parametrize(
     ("layers", "place"),
     [
-        ([[0, 2], [4, 5]], r"stages\[1\]\.runs\[0\]\.layers: found \[4, 5\]\n.*go on from layer 3"),
-        ([[0, 3], [3, 5]], r"stages\[1\]\.runs\[0\]\.layers: found \[3, 5\]\n.*go on from layer 4"),
+        ([[0, 2], [4, 5]], r"stages\[1\]\.runs\[0\]\.layers: found \[4, 5\]\n.*from layer 3 on"),
+        ([[0, 3], [3, 5]], r"stages\[1\]\.runs\[0\]\.layers: found \[3, 5\]\n.*from layer 4 on"),
         ([[0, 2], [3, 6]], r"stages\[1\]\.runs\[0\]\.layers: found \[3, 6\]\n.*within 0 to 5 \(tiny has 6 layers"),
         ([[0, 2], [3, 4]], r"stages: found layers 0 to 4\n.*layers 0 to 5"),
-        ([[3, 5], [0, 2]], r"stages\[0\]\.runs\[0\]\.layers: found \[3, 5\]\n.*go on from layer 0"),
-        ([[1, 2], [3, 5]], r"stages\[0\]\.runs\[0\]\.layers: found \[1, 2\]\n.*go on from layer 0"),
+        ([[3, 5], [0, 2]], r"stages\[0\]\.runs\[0\]\.layers: found \[3, 5\]\n.*from layer 0 on"),
+        ([[1, 2], [3, 5]], r"stages\[0\]\.runs\[0\]\.layers: found \[1, 2\]\n.*from layer 0 on"),
         ([[0, 5], [6, 6]], r"stages\[1\]\.runs\[0\]\.layers: found \[6, 6\]\n.*within 0 to 5"),
         ([[0, 5], [6, 5]], r"stages\[1\]\.runs\[0\]\.layers: found \[6, 5\]\n"),
         ([[-1, 2], [3, 5]], r"stages\[0\]\.runs\[0\]\.layers: found \[-1, 2\]\n"),
@@ -172,7 +172,9 @@ def test_sp_that_does_not_divide_the_sequence_is_named():
 def test_levels_across_the_mesh_are_named():
     config = {**CONFIG, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8}
     content = one_stage("dp2-tp3", devices=6, model={"name": "tiny", "config": config})
-    with pytest.raises(InvalidPlanError, match=r"^stages\[0\]\.runs\[0\]\.parallel: .*\n.*not runs of the stage mesh"):
+    with pytest.raises(
+        InvalidPlanError, match=r"^stages\[0\]\.runs\[0\]\.parallel: .*\n.*not consecutive axes of the stage mesh"
+    ):
         read(content)
 
 
@@ -202,7 +204,7 @@ def test_wrong_microbatches_are_named(changes, message):
     [
         ({"parallel": "dp2", "sp": True}, r"sp: found dp2\+sp\n.*\+sp only together with tp"),
         ({"parallel": "dp2", "zero": 2}, r"zero: found dp2 zero2\n.*zero2 only together with fsdp"),
-        ({"parallel": "fsdp2-dp2"}, r"parallel: found fsdp2-dp2\n.*dp outside fsdp where one layer has both"),
+        ({"parallel": "fsdp2-dp2"}, r"parallel: found fsdp2-dp2\n.*dp outside fsdp in a layer with both"),
         ({"parallel": "tp2-tp2"}, r"parallel: found tp2-tp2\n.*each parallelism dimension on one level only"),
         ({"parallel": "dp1"}, r"parallel: found dp1\n.*a degree of 2 or more"),
         ({"parallel": "pp2"}, r"parallel: found 'pp2'\n.*dimensions dp, fsdp, tp, cp, or single"),
@@ -307,7 +309,7 @@ RUN = {"layers": [0, 1], "parallel": "dp2"}
         (((0, 1, (0, 1), (2, 2)), (2, 3, (3, 3), (4, 5))), r"stages\[1\]\.chunks\[0\]\[0\]\.layers: found \[3, 3\]"),
         (
             (TWO_CHUNKS[0], (2, 3, (2, 2), (3, 5))),
-            r"stages\[1\]\.chunks\[1\]\[0\]\.layers: found \[3, 5\]\n.*go on from layer 4",
+            r"stages\[1\]\.chunks\[1\]\[0\]\.layers: found \[3, 5\]\n.*from layer 4 on",
         ),
         ((TWO_CHUNKS[0], (2, 3, (2, 2), (4, 4))), r"stages: found layers 0 to 4\n.*layers 0 to 5"),
         (
@@ -329,7 +331,7 @@ def test_chunks_that_do_not_make_a_pipeline_are_named(stages, message):
         ("interleaved-1f1b", {}, r"stages\[0\]\.chunks: found nothing"),
         ("interleaved-1f1b", {"chunks": []}, r"stages\[0\]\.chunks: found \[\]\n.*at least 2 in the list"),
         ("interleaved-1f1b", {"chunks": [[RUN], []]}, r"stages\[0\]\.chunks\[1\]: found \[\]\n.*at least 1"),
-        ("1f1b", {"chunks": [[RUN], [RUN]]}, r"stages\[0\]\.runs: found chunks\n.*runs alone.*1f1b takes"),
+        ("1f1b", {"chunks": [[RUN], [RUN]]}, r"stages\[0\]\.runs: found chunks\n.*only runs.*under 1f1b"),
         ("1f1b", {"runs": [RUN], "chunks": [[RUN], [RUN]]}, r"stages\[0\]\.runs: found runs and chunks"),
         ("1f1b", {}, r"stages\[0\]\.runs: found nothing"),
     ],
@@ -363,7 +365,7 @@ def test_a_remat_choice_of_a_block_survives_a_file(remat):
 
 @pytest.mark.parametrize(("stage", "run", "layer_type"), [(0, 0, "embedding"), (1, 1, "head")])
 def test_selective_remat_of_another_layer_than_a_block_is_refused(stage, run, layer_type):
-    with pytest.raises(InvalidPlanError, match=rf"remat=selective for the {layer_type} layers\n.*is for blocks"):
+    with pytest.raises(InvalidPlanError, match=rf"remat=selective for the {layer_type} layers\n.*only for blocks"):
         read(changed((["stages", stage, "runs", run, "remat"], "selective")))
 
 

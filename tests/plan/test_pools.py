@@ -38,7 +38,9 @@ def test_stages_of_unlike_sizes_need_no_pools():
 
 
 def test_a_stage_over_two_pools_is_named():
-    with pytest.raises(InvalidPlanError, match=r"^stages\[0\]\.ranks: found \[0, 3\].*\n.*one pool; .* end with 1"):
+    with pytest.raises(
+        InvalidPlanError, match=r"^stages\[0\]\.ranks: found \[0, 3\].*\n.*one device group; .* ends with rank 1"
+    ):
         read(cluster="1x2xa100-40gb+1x4xh100-80gb")
 
 
@@ -52,10 +54,10 @@ def test_chunks_over_several_pools_are_refused():
     stages[1]["ranks"] = [4, 7]
     runs = [[{"layers": [6 * index, 6 * index + 5], "parallel": "fsdp4"}] for index in range(4)]
     parts = [{"ranks": stages[place]["ranks"], "chunks": runs[place::2]} for place in range(2)]
-    with pytest.raises(InvalidPlanError, match=r"^schedule: found interleaved-1f1b over 2 pools"):
+    with pytest.raises(InvalidPlanError, match=r"^schedule: found interleaved-1f1b over 2 device groups"):
         read(cluster="1x4xh100-80gb+1x4xa100-40gb", schedule="interleaved-1f1b", stages=parts)
 
 
 def test_one_device_type_is_asked_of_a_plan_over_several_pools_in_vain():
-    with pytest.raises(InvalidPlanError, match=r"^cluster: found a plan over 2 pools of unlike devices"):
+    with pytest.raises(InvalidPlanError, match=r"^cluster: found a plan over 2 device groups"):
         read().machines()

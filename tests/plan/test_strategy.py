@@ -17,7 +17,7 @@ from steelyard.plan.dimensions.dimension import Level, Placed
 from steelyard.plan.strategy import Remat, Strategy, mesh_axes, parse_parallel, parse_strategy
 from steelyard.search import SpaceOptions, enumerate_strategies
 
-DP_OUTSIDE = "dp outside fsdp where one layer has both: states sharded over near ranks, replicated over far ones"
+DP_OUTSIDE = "dp outside fsdp in a layer with both: states sharded over near ranks and replicated over far ones"
 ALL_DIMENSIONS = (DP, FSDP, TP)
 EVERYTHING = SpaceOptions(modes={"zero": (3, 2)}, aligned_only=False)
 COUNTS = (1, 2, 3, 4, 6, 7, 8, 12, 16, 30)
@@ -134,7 +134,7 @@ def test_the_outermost_level_takes_the_first_axes(text, dp, tp):
 def test_a_level_that_cuts_through_an_axis_is_not_aligned(text):
     strategy = parse_strategy(text)
     assert not strategy.is_aligned
-    with pytest.raises(InvalidPlanError, match=r"^parallel: .*\n.*runs of the stage mesh"):
+    with pytest.raises(InvalidPlanError, match=r"^parallel: .*\n.*consecutive axes of the stage mesh"):
         strategy.axes_of(TP)
 
 

@@ -57,7 +57,7 @@ def test_a_plan_that_the_search_proves_and_the_simulator_confirms_is_optimal_wit
 
 @pytest.mark.slow
 def test_a_time_limit_ends_the_making_of_tables_and_leaves_a_gap() -> None:
-    """With no time at all few configurations have tables; no plan of the others takes less than computing alone."""
+    """Without any time few configurations have tables; plans of the others take at least the time of computing."""
     of = make_job(
         "llama3-8b", "2x8xh100-80gb", global_batch=64, seq_len=8192, precision="bf16", memory=None, profile=None
     )
@@ -73,6 +73,17 @@ def test_a_time_limit_ends_the_making_of_tables_and_leaves_a_gap() -> None:
     assert 0 < prediction.lower_bound_s <= whole.search.lower_bound_s
     assert prediction.certificate.gap == 1 - prediction.lower_bound_s / cut.search.ranked[0].score_s
     assert len(prediction.alternatives) == len(cut.tables) - 1
+
+
+def test_the_bound_shown_is_at_most_the_step_where_the_simulator_overlaps_more_than_the_tables() -> None:
+    of = make_job(
+        "tinyllama-1.1b", "2x8xa100-80gb", global_batch=64, seq_len=4096, precision="bf16", memory=None, profile=None
+    )
+    found = plan_job(of, Decisions(schedules=("interleaved-1f1b",), num_stages=4, num_microbatches=64))
+    assert found.plan is not None
+    assert found.plan.prediction is not None
+    assert found.search.lower_bound_s > found.plan.step_s
+    assert found.plan.prediction.lower_bound_s == found.plan.step_s
 
 
 def test_nothing_fits_says_how_many_configs_the_time_was_too_short_for() -> None:

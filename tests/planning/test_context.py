@@ -61,7 +61,7 @@ def test_a_pin_gets_it_for_short_sequences(text: str) -> None:
 
 @pytest.mark.slow
 def test_one_long_sequence_is_divided_over_all_devices() -> None:
-    """Samples that are too few for the devices leave tokens and matrices; its heads are too few for four."""
+    """With fewer samples than devices only tokens and matrices can be divided; the model has too few heads for four."""
     plan = find_plan(
         LLAMA | {"hidden_size": 512, "head_dim": 128, "intermediate_size": 2048},
         "1x4xh100-80gb",
@@ -87,7 +87,7 @@ def test_what_it_cannot_divide_is_refused_with_the_reason(config: dict[str, Any]
 
 @pytest.mark.slow
 def test_a_sequence_must_come_in_two_equal_pieces_for_each_rank() -> None:
-    assert "4 equal pieces, which 62 tokens do not give" in why_not(job(seq_len=62), "cp=2").expected.split("; ")[0]
+    assert "a multiple of 4, not 62" in why_not(job(seq_len=62), "cp=2").expected.split("; ")[0]
 
 
 @pytest.mark.slow

@@ -243,7 +243,7 @@ def test_hosts_of_a_pool_that_the_new_plan_leaves_out_are_spare() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pools", [(), ("", POOLS[0]), (POOLS[0], "2x4xh200")])
 def test_a_host_of_no_pool_of_the_plan_is_refused(pooled: Plan, pools: Sequence[str]) -> None:
-    with pytest.raises(UserError, match=r"--pool: found .*\n +expected: the pool that this host is of"):
+    with pytest.raises(UserError, match=r"--pool: found .*\n +expected: the device group of this host"):
         replan(pooled, (8, 8), HERE, pools)
 
 

@@ -84,7 +84,7 @@ def test_a_plan_says_the_imbalance_it_assumes(job: Job) -> None:
     found = plan_job(replace(job, imbalance=1.5), Decisions()).plan
     assert found is not None
     assert found.prediction is not None
-    assert "imbalance of divided experts assumed: 1.5" in str(found.prediction.profile)
+    assert "expert load imbalance assumed: 1.5" in str(found.prediction.profile)
 
 
 def test_an_imbalance_below_one_is_an_error() -> None:

@@ -35,7 +35,7 @@ def test_a_plan_in_chunks_is_explained_with_everything() -> None:
 def test_an_explanation_says_where_a_plan_of_the_models_makers_is_not_read() -> None:
     of = job(global_batch=8, num_hidden_layers=2)
     assert of.chain.split is not None
-    why = "styles of its own tp plan are not read: embedding_rowwise (of mlp.up_embed)"
+    why = "styles of its own tp plan are not supported: embedding_rowwise (of mlp.up_embed)"
     layer_types = [
         each.model_copy(update={"unread_plan": why} if each.name == "block" else {}) for each in of.chain.split.kinds
     ]

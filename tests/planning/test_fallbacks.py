@@ -68,7 +68,7 @@ def test_a_fallback_keeps_the_fallbacks_after_it(plan: Plan) -> None:
 
 @pytest.mark.slow
 def test_a_margin_is_not_taken_by_fallbacks(plan: Plan, job: Job) -> None:
-    """With a margin so large that the plan itself would fit into each share with it."""
+    """The margin is so large that the plan itself would fit every share with it."""
     roomy = job.on(margin_bytes=job.budget_bytes)
     alone = plan.model_copy(update={"fallbacks": ()})
     again = with_fallbacks(alone, study_of(roomy, make_tables(job, OPTIONS)), num_fallbacks=100)

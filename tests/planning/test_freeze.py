@@ -91,13 +91,13 @@ def test_a_name_is_no_beginning_of_another() -> None:
 def test_a_name_that_matches_nothing_is_an_error_that_lists_what_there_is() -> None:
     with pytest.raises(InvalidModelError) as error:
         _found("model.layer")
-    assert "'model.layer', which names nothing" in str(error.value)
+    assert "'model.layer', which matches nothing" in str(error.value)
     assert "model, lm_head, model.embed_tokens, model.layers" in str(error.value)
     assert "did you mean model.layers" in str(error.value)
 
 
 def test_something_must_be_left_to_train() -> None:
-    with pytest.raises(InvalidModelError, match="something is left to train"):
+    with pytest.raises(InvalidModelError, match="some parameters are trained"):
         _found("model", "lm_head")
 
 
@@ -105,7 +105,7 @@ def test_what_no_sample_trains_is_nothing_left() -> None:
     chain = chain_from_config(split_config("llava"), name="small llava", split=SPLITS["llava"])
     resting = chain.split.resting[0]  # type: ignore[union-attr]
     every = {name.rpartition(".")[0] for name, _ in build_meta_model(chain).named_parameters()}
-    with pytest.raises(InvalidModelError, match="something is left to train"):
+    with pytest.raises(InvalidModelError, match="some parameters are trained"):
         find_freeze(chain, [name for name in every if not f"{name}.".startswith(f"{resting}.")])
 
 
@@ -174,5 +174,5 @@ def test_what_hides_what_flows_is_to_be_frozen_by_name() -> None:
     module = CASES["nanogpt"].module()
     module.transformer.wte.requires_grad_(False)
     module.transformer.wpe.requires_grad_(False)
-    with pytest.raises(InvalidModelError, match="name in freeze= what rests"):
+    with pytest.raises(InvalidModelError, match="name frozen parameters in freeze="):
         _own(module)

@@ -71,7 +71,7 @@ def test_over_a_thousand_gpus_states_are_sharded_in_groups(llama: Job) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly  # 57 pipelines of 1,024 GPUs, twice; of one stage both are searched above
 def test_over_slow_links_between_nodes_it_is_found_among_all_pipelines(llama: Job) -> None:
-    """Of layers that are sharded between microbatches; with whole ones two stages are faster, half of them hybrid."""
+    """Plans with layers sharded between microbatches; with whole layers, two stages are faster, half of them hybrid."""
     machines = with_links(parse_cluster("128x8xa100-80gb"), 0.2)
     of = replace(llama.on(cluster=machines), global_batch=4096)
     found, without = (plan_job(of, Decisions(space=space, modes={"zero": (2, 3)})).plan for space in ("full", "paper"))

@@ -128,9 +128,9 @@ def test_a_full_device_is_told_what_leaves_more_free(comfortable: PlanningResult
     ("peak", "text"),
     [
         (100, ""),
-        (101, "fits under pressure: takes 1 B of the 20 B to be left free"),
-        (120, "fits under pressure: takes 20 B of the 20 B to be left free"),
-        (121, "does not fit: misses 1 B per device"),
+        (101, "fits under pressure: uses 1 B of the reserved 20 B"),
+        (120, "fits under pressure: uses 20 B of the reserved 20 B"),
+        (121, "does not fit: exceeds the memory by 1 B per device"),
     ],
 )
 def test_a_plan_fits_or_takes_of_the_margin_or_misses(peak: int, text: str) -> None:
@@ -143,13 +143,15 @@ def test_a_plan_of_ones_own_that_takes_of_the_margin_is_no_misfit(comfortable: P
     peak = peak_bytes(plan)
     pressed = of().on(budget_bytes=peak - GIB, margin_bytes=2 * GIB)
     assert why_not_plan(pressed, plan, asked="plan.json").reasons == (
-        "fits under pressure: takes 1.00 GiB of the 2.00 GiB to be left free",
+        "fits under pressure: uses 1.00 GiB of the reserved 2.00 GiB",
     )
     assert pricing_notes(plan, with_price(plan, pressed)) == (
-        "The plan itself fits under pressure: takes 1.00 GiB of the 2.00 GiB to be left free.",
+        "The plan itself fits under pressure: uses 1.00 GiB of the reserved 2.00 GiB.",
     )
     short = pressed.on(margin_bytes=0)
-    assert why_not_plan(short, plan, asked="plan.json").reasons == ("does not fit: misses 1.00 GiB per device",)
+    assert why_not_plan(short, plan, asked="plan.json").reasons == (
+        "does not fit: exceeds the memory by 1.00 GiB per device",
+    )
 
 
 @pytest.mark.slow

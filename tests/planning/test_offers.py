@@ -90,4 +90,6 @@ def test_a_part_whose_devices_the_batch_cannot_be_divided_among_says_so():
     found = find_offers(asking("4x8xh100-80gb+4x8xa100-80gb", without_tp, batch=1), prices=PRICES)
     largest = next(each for each in found if each.num_devices == 64)
     assert largest.step_time_s is None
-    assert largest.reason == "does not fit: a batch that some pipeline over these pools can divide among its ranks"
+    assert (
+        largest.reason == "does not fit: a batch that some pipeline over these device groups can divide among its ranks"
+    )

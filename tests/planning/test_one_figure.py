@@ -108,7 +108,7 @@ def plain_plans(of: Job) -> Iterator[PlanCost]:
 
 
 def bounds(value: object) -> Iterator[tuple[float, float]]:
-    """Every lower bound in a plan file, and the step time beside it."""
+    """Yield every lower bound in a plan file, with its step time."""
     if isinstance(value, dict):
         if "lower_bound_s" in value:
             yield value["lower_bound_s"], value["step_time_s"]

@@ -32,12 +32,12 @@ OPTIONS = Decisions(max_degrees={"tp": 2}, modes={"zero": (3,), "sp": (False,)})
 
 
 def narrower(**more):
-    """What `OPTIONS` decide, and more."""
+    """Return the decisions of `OPTIONS` with more restrictions."""
     return OPTIONS.with_also(Decisions(**more))
 
 
 GPT2 = {"model_type": "gpt2", "n_embd": 256, "n_head": 4, "n_positions": 1024, "vocab_size": 5_000}
-"""With tied matrices, whose exchange depends on the number of stages."""
+"""Model with tied matrices, whose exchange depends on the number of stages."""
 
 
 def pooled(cluster, *, batch=8, memory=None, model="tinyllama-1.1b", **more):
@@ -265,7 +265,7 @@ def test_a_group_alone_that_may_have_other_stages_than_decided_says_so():
 
 @pytest.mark.slow
 def test_a_group_alone_costs_among_all_groups_what_it_costs_by_itself():
-    """Copies of a tied matrix that are divided alike exchange less, which tables over two groups cannot say."""
+    """Identically divided copies of a tied matrix exchange less, which tables over two groups cannot express."""
     job = pooled("1x2xh100-80gb+1x4xa100-40gb", model={**GPT2, "n_layer": 10})
     options = narrower(num_microbatches=8)
     space = GroupSpace(job, options)
@@ -306,14 +306,16 @@ def test_a_plan_over_pools_that_is_priced_again_trains_its_tokens_at_the_new_spe
 
 def test_a_plan_whose_pools_are_not_there_is_named():
     plan = plan_job(pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32), narrower(num_stages=2)).plan
-    with pytest.raises(UserError, match=r"^cluster: found the pool '1x2x(h|a)100-80gb'\n.*one of 1x2xl4, 1x4xa100"):
+    with pytest.raises(
+        UserError, match=r"^cluster: found the device group '1x2x(h|a)100-80gb'\n.*one of 1x2xl4, 1x4xa100"
+    ):
         priced_or_reason(plan, Path("plan.json"), cluster="1x2xl4+1x4xa100-80gb")
     with pytest.raises(UserError, match=r"^--cluster: found 1x4xa100-80gb for a plan over"):
         request_of_plan(plan, cluster="1x4xa100-80gb")
 
 
 def test_other_partitions_are_refused():
-    with pytest.raises(UserError, match=r"^--partition: found --partition with several pools"):
+    with pytest.raises(UserError, match=r"^--partition: found --partition with several device groups"):
         pooled("1x2xh100-80gb+1x2xa100-80gb", decisions=narrower(partition="bmw"))
 
 
@@ -321,7 +323,7 @@ def test_python_takes_pools_as_the_command_line_does():
     asked = {"global_batch": 16, "seq_len": 256, "decisions": narrower(num_stages=2)}
     plan = find_plan("tinyllama-1.1b", "1x2xh100-80gb+1x2xa100-80gb", **asked)
     assert len(plan.stage_pools()) == 2
-    with pytest.raises(UserError, match=r"^--profile: found 'profile.json'\n.*POOL=FILE"):
+    with pytest.raises(UserError, match=r"^--profile: found 'profile.json'\n.*NAME=FILE"):
         find_plan("tinyllama-1.1b", "1x2xh100-80gb+1x2xa100-80gb", profile="profile.json", **asked)
 
 
@@ -363,7 +365,7 @@ ASKED = {"global_batch": 8, "seq_len": SEQ_LEN, "precision": "fp32"}
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
-    """Two pools of processes, and the files of a profile of each by name: the slow one takes three times as long."""
+    """Two device groups of processes, and the profile of each by name; the slow one takes three times as long."""
     folder, quick = tmp_path_factory.mktemp("profiles"), measured_profile(MODEL, num_devices=2)
     slow = quick.model_copy(update={"layers": tuple(three_times(layer) for layer in quick.layers)})
     paths = {"quick": folder / "quick.json", "slow": folder / "slow.json"}
@@ -418,7 +420,7 @@ def test_a_plan_over_pools_finds_its_profiles_beside_its_file_and_says_where_one
 )
 def test_profiles_that_do_not_name_their_pools_are_refused(profiled, given):
     cluster, paths = profiled
-    with pytest.raises(UserError, match=r"^--profile: found .*\n.*POOL=FILE.* each pool of quick, slow"):
+    with pytest.raises(UserError, match=r"^--profile: found .*\n.*NAME=FILE.* each device group of quick, slow"):
         make_job(MODEL, cluster, profile=given.format(**paths), **ASKED)
 
 
@@ -468,7 +470,9 @@ def test_a_job_on_some_of_its_groups_shares_what_is_known_of_their_costs():
     assert all(own is known for own, known in zip(some.by_group, (job.by_group[2], job.by_group[0]), strict=True))
     assert job.only(["1x2xl4"]) is job.by_group[2]
     assert Job.over(job.by_group[:1]) is job.by_group[0]
-    with pytest.raises(InvalidPlanError, match=r"^cluster: found the pool '1x2xt4'\n.*one of 1x2xh100-80gb, 1x2xa100"):
+    with pytest.raises(
+        InvalidPlanError, match=r"^cluster: found the device group '1x2xt4'\n.*one of 1x2xh100-80gb, 1x2xa100"
+    ):
         job.only(["1x2xl4", "1x2xt4"])
 
 
@@ -481,4 +485,4 @@ def test_a_batch_that_no_pipeline_over_pools_can_divide_is_told_as_the_miss():
     job = pooled("1x4xh100-80gb+1x4xa100-80gb", batch=1)
     result = plan_job(job, Decisions(max_degrees={"tp": 1, "fsdp": 1, "cp": 1}, num_stages=2))
     assert result.plan is None
-    assert result.miss_text == "a batch that some pipeline over these pools can divide among its ranks"
+    assert result.miss_text == "a batch that some pipeline over these device groups can divide among its ranks"

@@ -33,7 +33,7 @@ def test_a_plan_says_where_ranks_hold_the_same_heads(degree: int, says: bool) ->
 
 @pytest.mark.parametrize(("degree", "held"), [(1, 1), (2, 2), (4, 1)])
 def test_weights_of_shared_heads_are_priced_whole(degree: int, held: int) -> None:
-    """Everything else is divided by the degree, but for the two norms."""
+    """All parameters except those of the two norms and of key and value are divided by the degree."""
     divided = 2 * HIDDEN**2 + HIDDEN + 3 * HIDDEN * MLP
     (block,) = (
         each

@@ -66,7 +66,7 @@ def test_a_simple_plan_that_the_search_of_mixes_missed_is_as_fast() -> None:
     assert simple.fastest is not None
     missed = simple.fastest.model_copy(update={"step_time_s": simple.step_time_s * 1.001})
     told = simplicity_line(3, 1, simple.model_copy(update={"fastest": missed}))
-    assert told == "3 groups of layers: as fast as the fastest plan, of 4 groups (take it with --simplify 0)"
+    assert told == "3 groups of layers: as fast as the fastest plan, of 4 groups (choose it with --simplify 0)"
     assert simplicity_line(3, 1, simple.model_copy(update={"fastest": None})) == ""
 
 
@@ -136,7 +136,7 @@ def test_a_share_out_of_range_is_refused() -> None:
 def test_no_other_share_is_asked_for_over_several_pools() -> None:
     asked = {"global_batch": 64, "seq_len": 4096}
     assert make_request("llama3-8b", "1x8xa100-80gb+1x8xh100-80gb", **asked).simplify_share == 0
-    with pytest.raises(UserError, match="several pools"):
+    with pytest.raises(UserError, match="several device groups"):
         make_request("llama3-8b", "1x8xa100-80gb+1x8xh100-80gb", simplify=0.02, **asked)
 
 

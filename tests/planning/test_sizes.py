@@ -56,7 +56,7 @@ def test_the_length_found_leaves_the_margin_free(monkeypatch: pytest.MonkeyPatch
     found = find(monkeypatch, 100_000, free=50_000)
     assert 50_000 - found.result.job.seq_len < 50_000 // 8
     assert found.result.has_margin
-    assert "fit under pressure alone" in found.stopped
+    assert "only fit under pressure" in found.stopped
     assert ", under pressure" in "".join(found.lines("{} tokens"))
 
 

@@ -87,7 +87,7 @@ def test_words_name_groups_and_stages_as_far_as_they_are_fewer():
     given_up = {"step_time_s": plan.prediction.step_time_s / 1.028, "memory_bytes": 1, "setting": "", "strategies": ""}
     known = simple.FastestPlan(num_groups=plan.num_groups, num_stages=32, **given_up)
     told = plan.prediction.model_copy(update={"fastest": known})
-    words = "8 stages: 2.8% slower than the fastest plan, of 32 stages (take it with --simplify 0)"
+    words = "8 stages: 2.8% slower than the fastest plan, of 32 stages (choose it with --simplify 0)"
     assert simplicity_line(plan.num_groups, 8, told) == words
     both = plan.prediction.model_copy(update={"fastest": known.model_copy(update={"num_groups": 40})})
     assert "3 groups of layers, 8 stages: 2.8% slower than the fastest plan, of 32 stages and 40 groups" in (

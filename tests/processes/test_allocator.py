@@ -34,7 +34,7 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch, name: str, val
 
 @pytest.mark.parametrize("module", ["steelyard.train", "steelyard.profiler.__main__"])
 def test_a_process_of_a_run_sets_it_before_torch(module: str) -> None:
-    """In a process of its own, whose imports are as torchrun has them; it ends where the first asks for torch."""
+    """Test in a separate process with torchrun's imports, which ends at the first import of torch."""
     code = f"""
 import os, sys
 from steelyard.processes import allocator

@@ -56,9 +56,7 @@ def test_a_killed_rank_comes_before_those_that_lost_it() -> None:
 def test_what_a_silent_rank_wrote_last_is_shown() -> None:
     found = first_failure([], {1: End(exit_code=1, last_words="No module named 'x'"), 0: End(exit_code=-15)})
     assert found is not None
-    assert describe(found) == (
-        "rank 1 ended with exit code 1 and no message; the last that it wrote:\nNo module named 'x'"
-    )
+    assert describe(found) == ("rank 1 ended with exit code 1 and no message; its last output:\nNo module named 'x'")
 
 
 def test_a_rank_that_was_ended_after_a_failure_is_not_the_first() -> None:
@@ -73,13 +71,13 @@ def test_a_killed_rank_comes_before_one_that_torchrun_ended_for_it() -> None:
 
 def test_a_rank_that_stood_still_comes_before_those_that_waited_for_it() -> None:
     waited = failure(0, 2.0, "Timed out waiting 15000ms for recv operation to complete")
-    expected = r"^rank 1 stood still: .* \(stopped, or waiting for a disk\); rank 0 waited for it: Timed out waiting"
+    expected = r"^rank 1 hung: .* \(stopped, or waiting for a disk\); rank 0 waited for it: Timed out waiting"
     found = first_failure([waited], codes({0: 1, 2: -15}) | {1: STILL})
     assert found is not None
     assert re.search(expected, describe(found))
     found = first_failure([], codes({0: -6, 2: -6}) | {1: STILL})
     assert found is not None
-    assert describe(found).startswith("rank 1 stood still")
+    assert describe(found).startswith("rank 1 hung")
 
 
 def test_a_rank_that_stood_still_comes_after_one_that_failed_by_itself() -> None:

@@ -34,5 +34,5 @@ def test_a_mistake_of_the_user_is_not_tried_again(tmp_path: Path, monkeypatch: p
 
 
 def test_what_a_rank_beside_the_first_wrote_before_its_end_is_shown(tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError, match=r"rank 1 ended with exit code 3 .* wrote:\n(.*\n)*the library gives up"):
+    with pytest.raises(RankFailedError, match=r"rank 1 ended with exit code 3 .* output:\n(.*\n)*the library gives up"):
         run_processes("tests.runtime.faulty", ["exit", str(tmp_path)], num_processes=2)

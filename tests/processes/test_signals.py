@@ -110,8 +110,7 @@ class Training:
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Training]]:
-    """Two trainings by the signal that ended them when both had trained, one beside the other, and one into a folder
-    that was in use."""
+    """Trainings by the signal that ended them: two at the same time, and one into a folder that was in use."""
     folder = tmp_path_factory.mktemp("trainings")
     found: dict[str, Training] = {}
 
@@ -154,9 +153,9 @@ def test_a_stop_signal_saves_the_step_that_runs_and_says_how_to_go_on(
     saved = trainings["SIGTERM"].checkpoints / f"step-{stopped.last_step():08d}"
     assert stopped.process.returncode == ENDS[name]
     assert stopped.said.splitlines() == [
-        f"{name}: saving a checkpoint after this step, within 600 s (--timeout-s); a second signal ends at once",
+        f"{name}: saving a checkpoint after this step, within 600 s (--timeout-s); a second signal ends it at once",
         f"stopped by {name} after step {stopped.last_step()} of 1000000; saved in {saved}",
-        "  to go on: start the same command again",
+        "  to continue: run the same command again",
     ]
     assert read_info(saved).step == stopped.last_step()
 
@@ -174,7 +173,7 @@ def test_it_leaves_no_process_and_no_temporary_file(trainings: dict[str, Trainin
 
 def test_a_second_training_into_the_folder_of_one_that_runs_is_refused(trainings: dict[str, Training]) -> None:
     assert trainings["second"].process.returncode == 2
-    assert "checkpoints, where another run is writing (process " in trainings["second"].said
+    assert "checkpoints, to which another run is writing (process " in trainings["second"].said
     assert trainings["second"].num_steps() == 0
 
 

@@ -30,7 +30,7 @@ _STDOUT, _STDERR = 1, 2
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload([_IMPORTS])
 _lock = threading.Lock()
-"""Held while multiprocessing starts a fork or asks how one ended: it looks after those of other threads, too."""
+"""Lock held while multiprocessing forks or polls a fork, because it also polls those of other threads."""
 
 
 class WarmProcess:

@@ -35,7 +35,7 @@ def test_a_frontier_says_what_is_left_free_and_what_takes_of_it() -> None:
     assert "40.0 GiB* " in shown(between)
     assert "keep less than the reserved 40.0 GiB per device free" in shown(between)
     pressed = replace_memory(found, of.budget_bytes + 1, is_chosen=True)
-    assert "within 80.0 GiB per device, of which no plan leaves 40.0 GiB free" in shown(pressed)
+    assert "within 80.0 GiB per device; no plan leaves the reserved 40.0 GiB free" in shown(pressed)
 
 
 def replace_memory(found: TradeOffs, num_bytes: int, *, is_chosen: bool) -> TradeOffs:

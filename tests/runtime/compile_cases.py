@@ -25,8 +25,11 @@ def _case(config: str | dict[str, object], *stages: str, **options: object) -> C
 
 
 BY_INDUCTOR = " by inductor"
-"""How the names of cases end whose blocks inductor compiles. The kernels that a trace counts run the others: what
-encloses a compiled block is the same, and a fault of theirs would be one of every trace."""
+"""Suffix of the names of cases whose blocks inductor compiles.
+
+The other cases run the kernels that a trace counts: the code around a compiled block is the same, and a fault in these
+kernels would show in every trace.
+"""
 _CASES: dict[str, Case] = {
     "replicated and sharded": _case(LLAMA, "dp2, fsdp2, fsdp2 zero2 remat=full, dp2 remat=selective, fsdp2"),
     "tensors": _case(LLAMA | {"num_hidden_layers": 2}, "tp2+sp, tp2+sp, tp2+sp remat=full, tp2"),
@@ -52,7 +55,7 @@ CASES = {name: replace(case, fault="traced kernels") for name, case in _CASES.it
     name + BY_INDUCTOR: case for name, case in _CASES.items()
 }
 NIGHTLY = {"two meshes", "tensors, selective"}
-"""The case of adapters has selective remat beside tp, and inductor compiles it on one mesh."""
+"""The case with adapters has selective remat with tp, and inductor compiles it on one mesh."""
 SAMPLE = [name for name in _CASES if name not in NIGHTLY] + ["tensors, selective" + BY_INDUCTOR]
 
 

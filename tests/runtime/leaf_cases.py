@@ -47,8 +47,7 @@ def _edge(strategy: Strategy) -> Strategy:
 
 
 def one_of_each_order(strategies: list[Strategy]) -> list[Strategy]:
-    """Of the strategies of each order of dimensions and their degrees one, so that sp, ZeRO stage and remat take
-    turns."""
+    """Return one strategy per order of dimensions and degrees, so that sp, ZeRO stage and remat take turns."""
     groups = [list(group) for _, group in groupby(strategies, key=lambda strategy: strategy.levels)]
     return [group[4 * place % len(group)] for place, group in enumerate(groups)]
 
@@ -59,7 +58,8 @@ def dimensions_and_remat(strategy: Strategy) -> tuple[tuple[Dimension, ...], Rem
 
 
 def with_remat_in_turn(strategies: list[Strategy]) -> list[Strategy]:
-    """Of the strategies that differ in their remat alone one, in turn, and every dimension of it under every order."""
+    """Return, in turn, one of the strategies that differ only in remat, and every dimension with every remat in any
+    order."""
     groups = [list(group) for _, group in groupby(strategies, key=lambda each: replace(each, remat=Remat.NONE))]
     found = [group[place % len(group)] for place, group in enumerate(groups)]
     for strategy in strategies:
@@ -69,7 +69,7 @@ def with_remat_in_turn(strategies: list[Strategy]) -> list[Strategy]:
 
 
 FURTHER = "further "
-"""How the names of cases begin whose leaves another kind of remat stands for."""
+"""Prefix of the names of cases that cases with another remat cover."""
 
 
 def _cases_of_leaves() -> Iterator[tuple[str, Case]]:

@@ -117,5 +117,5 @@ NIGHTLY = {
     "stages",
     "vera",
 }
-"""What they hold has another case."""
+"""Cases that other cases cover."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]

@@ -34,8 +34,8 @@ PAIRS = [
     *((name, "stages") for name in ("nanogpt", "sequential", "unet", "towers")),
     *((name, "data") for name in ("dit", "unet")),
 ]
-"""What tensor parallelism divides depends on the module, what stages hand on on its streams; replicas and shards depend
-on neither."""
+"""Modules and layouts. Tensor parallelism depends on the module, stages on its cross-layer inputs; replicas and shards
+depend on neither."""
 
 SPLITS = {
     name: own_model(Built(module=case.module(), sample=case.sample, loss=case.loss, blocks=case.blocks)).split

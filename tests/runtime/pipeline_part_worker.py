@@ -1,4 +1,5 @@
-"""Two gloo processes that train a pipeline step and report what is live when the last backward pass begins."""
+"""Worker of two gloo processes that train a pipeline step and report the live bytes when the last backward pass
+begins."""
 
 from typing import Any
 from unittest import mock
@@ -36,7 +37,8 @@ class StockPart(PipelineStage):
 
 
 def bytes_by_part_and_schedule() -> dict[str, list[list[list[int]]]]:
-    """By part and schedule, for each number of microbatches and rank: bytes in the last backward pass and after it."""
+    """Return, by part and schedule, for each number of microbatches and rank, bytes in the last backward pass and after
+    it."""
     return {
         f"{schedule} {name}": [_on_all_ranks(_plan(schedule, count), part) for count in COUNTS]
         for name, part in (("ours", PipelinePart), ("stock", StockPart))

@@ -31,7 +31,7 @@ from tests.processes.warm import HANG_LIMIT_S, run_warm
 
 _SHOWN_CHARACTERS = 6000
 _groups: dict[Any, Any] = {}
-"""Of this process: the process groups of its cases, by ranks, options and how many like it one case asked for."""
+"""Process groups of this process's cases, by ranks, options and how many like it one case asked for."""
 
 
 def run_ranks(function: str, num_processes: int, folder: Path) -> Any:

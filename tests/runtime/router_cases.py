@@ -72,5 +72,6 @@ CASES: dict[str, Case] = {
     "control: ranks count their own tokens alone": _case("mixtral", "dp4, dp4, fsdp4, dp4", fault="routers alone"),
 }
 NIGHTLY = {"olmoe, two stages", "mixtral, two stages", "mixtral, replicated", "qwen3_moe, one stage"}
-"""Of qwen3_moe several stages stay, of olmoe and mixtral one; replicated layers beside others."""
+"""Cases that others cover: qwen3_moe runs with several stages, olmoe and mixtral with one, replicated layers with
+others."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]

@@ -39,7 +39,7 @@ NAMES = [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.nightl
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a base that is written out, for each kind a run from it, and the rest of it under another plan, merged."""
+    """Folder with a written base and, for each PEFT method, a run from it and its rest under another plan, merged."""
     folder = tmp_path_factory.mktemp("adapters")
     np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 250, 20_000).astype(np.uint16))
     items = (item for item in request.session.items if item.path == request.path)

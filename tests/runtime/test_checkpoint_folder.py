@@ -184,7 +184,11 @@ def test_a_flipped_bit_is_found_by_the_share_that_reads_the_file_and_by_no_other
     assert [content_fault(path, index=index, num_shares=3) for index in range(3)] == [None] * 3
     flip_a_bit(path / "__1_0.distcp")
     found = [content_fault(path, index=index, num_shares=3) for index in range(3)]
-    assert sorted(map(str, found)) == [f"{path}/__1_0.distcp with other content than was written", "None", "None"]
+    assert sorted(map(str, found)) == [
+        f"{path}/__1_0.distcp, whose content has changed since it was written",
+        "None",
+        "None",
+    ]
 
 
 def test_latest_passes_over_a_checkpoint_whose_content_is_damaged_and_says_so(tmp_path: Path) -> None:
@@ -305,7 +309,7 @@ def test_a_run_that_goes_on_from_another_folder_wants_an_empty_one(tmp_path: Pat
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidCheckpointError, match="can be written"):
+    with pytest.raises(InvalidCheckpointError, match="a writable folder"):
         lock_folder(tmp_path / "file" / "folder")
 
 

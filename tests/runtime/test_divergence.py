@@ -39,11 +39,10 @@ def test_steps_in_a_row_without_a_gradient_or_with_a_high_loss_end_it_after_a_wa
 ) -> None:
     assert steps([2.0] * MANY, [0.0] * MANY) == MOST_STEPS
     assert capsys.readouterr().out == (
-        "warning: step 1: the gradient norm is 0, so that nothing is trained (loss 2); the run ends after 10 such "
-        "steps\n"
+        "warning: step 1: the gradient norm is 0, so nothing is trained (loss 2); the run ends after 10 such steps\n"
     )
     assert steps([2.0, *[4.1] * MANY], [1.0] * (MANY + 1)) == 1 + MOST_STEPS
-    assert "step 2: the loss is 4.1, above twice that of the first step" in capsys.readouterr().out
+    assert "step 2: the loss is 4.1, more than twice the loss of the first step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

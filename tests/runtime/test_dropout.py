@@ -28,7 +28,7 @@ GPT = {
     **{"embd_pdrop": 0.2, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
 }
 IN_THE_EMBEDDING = {"called": {**DROPPING, "attention_dropout": 0.0}, "stubbed": GPT}
-"""Of models whose embedding is modules called one after another, and the model itself, stubbed."""
+"""Models whose embedding calls modules in sequence, and one whose embedding is the stubbed model."""
 
 
 def one_device_plan(config: dict[str, Any], remat: str) -> Plan:

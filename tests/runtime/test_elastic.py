@@ -156,15 +156,15 @@ def test_a_device_that_is_lost_for_good_and_comes_back_changes_no_loss(
     printed = capfd.readouterr().out
     assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
     assert re.search(
-        r"elastic: rank 0 was ended by SIGKILL .* goes on with 3 processes\. When .*kill -USR2 \d", printed
+        r"elastic: rank 0 was ended by SIGKILL .* continues with 3 processes\. When .*kill -USR2 \d", printed
     )
-    fewer = re.search(r"elastic: 4 → ([12]) devices?, predicted .* a step \(.*\); spare, .*: process .*2 of 3", printed)
+    fewer = re.search(r"elastic: 4 → ([12]) devices?, predicted .* a step \(.*\); idle .*: process .*2 of 3", printed)
     assert fewer is not None, printed
-    resumed = re.search(r"resumed after step (\d) from .*; (\d) steps? lost, trained again", printed)
+    resumed = re.search(r"resumed after step (\d) from .*; (\d) steps? lost and repeated", printed)
     assert resumed is not None, printed
     assert int(resumed[1]) + int(resumed[2]) == 5  # in the sixth it was killed
-    assert "elastic: devices of this host back; the next complete checkpoint takes them in" in printed
-    assert "started again (2): hosts or devices have come back" in printed
+    assert "elastic: devices of this host back; they join at the next complete checkpoint" in printed
+    assert "restarted (2): hosts or devices have come back" in printed
     assert read_plan(tmp_path / "checkpoints" / f"plan-{fewer[1]}.json").global_batch == 4
     assert num_ranks(options) == 4
     assert_gone(tmp_path)
@@ -175,8 +175,8 @@ def test_a_device_is_given_up_only_when_its_restarts_are_used_up(
 ) -> None:
     train(plan_path, options, "0:kill-step:6,1:kill-step:9", restarts=1)
     printed = capfd.readouterr().out
-    assert printed.count("goes on with 3 processes") == 1
-    assert printed.index("started again (1)") < printed.index("goes on with 3 processes")
+    assert printed.count("continues with 3 processes") == 1
+    assert printed.index("restarted (1)") < printed.index("continues with 3 processes")
     assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
     assert num_ranks(options) in (1, 2)
 
@@ -220,7 +220,7 @@ def test_a_host_that_is_lost_and_comes_back_changes_no_loss(
     hosts.start("third")
     hosts.join()
     assert sorted(hosts.ended[1:]) == ["first is done", "third is done"]
-    assert "goes on with" not in capfd.readouterr().out, "no device of the host that is left was lost"
+    assert "continues with" not in capfd.readouterr().out, "no device of the host that is left was lost"
     assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
     assert num_ranks(options) == 4
     assert_gone(tmp_path, within_s=HANG_LIMIT_S)

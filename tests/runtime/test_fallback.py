@@ -56,7 +56,7 @@ def test_without_a_fallback_the_error_says_what_to_do(tmp_path: Path, monkeypatc
     *_, said = launch(tmp_path, monkeypatch, plan(FIRST), out_of_memory())
     assert said == (
         "rank 1 failed: memory ran out\n"
-        "  to fix: the plan has no fallback: plan again with less --memory, or with --fallbacks to have some"
+        "  to fix: the plan has no fallback; plan again with less --memory, or add fallbacks with --fallbacks"
     )
 
 

@@ -110,8 +110,8 @@ def test_a_run_that_is_killed_in_a_step_and_in_a_save_ends_with_the_losses_of_on
     assert newest_step(options) == f"step-{NUM_STEPS:08d}"
     printed = capfd.readouterr().out.splitlines()
     assert [line for line in printed if not line.startswith("step")] == [
-        "started again (1): rank 1 was ended by SIGKILL (often: the machine ran out of memory)",
-        "started again (2): rank 1 was ended by SIGKILL (often: the machine ran out of memory)",
+        "restarted (1): rank 1 was ended by SIGKILL (often: the machine ran out of memory)",
+        "restarted (2): rank 1 was ended by SIGKILL (often: the machine ran out of memory)",
         f"resumed after step 4 from {tmp_path}/restarted/step-00000004",
     ]
 
@@ -119,9 +119,9 @@ def test_a_run_that_is_killed_in_a_step_and_in_a_save_ends_with_the_losses_of_on
 def test_a_full_disk_is_a_clear_message_and_leaves_the_checkpoint_before_it(
     train: Train, options: TrainOptions
 ) -> None:
-    with pytest.raises(UserError, match=r"step-00000004 could not be written to .* took no more") as raised:
+    with pytest.raises(UserError, match=r"step-00000004 could not be written to .* the disk is full") as raised:
         train(one_stage(), options, "0:full-disk:4")
-    assert "room for --keep-last checkpoints and one more" in str(raised.value)
+    assert "space for --keep-last checkpoints plus one" in str(raised.value)
     assert newest_step(options) == "step-00000002"
 
 
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_the_disk_has_changed_is_passed_over_and_the_run_goes_
     train(one_stage(), replace(options, resume="latest"))
     assert losses(options) == expected
     assert [line for line in capfd.readouterr().out.splitlines() if not line.startswith("step")] == [
-        f"passed over a damaged checkpoint: {damaged} with other content than was written",
+        f"skipped a damaged checkpoint: {damaged}, whose content has changed since it was written",
         f"resumed after step {NUM_STEPS - 2} from {options.checkpoint_dir}/step-{NUM_STEPS - 2:08d}",
     ]
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_that_the_disk_has_changed_is_passed_over_and_the_run_goes_
 def test_a_rank_that_stands_still_is_named_after_the_time_that_the_others_wait(
     train: Train, options: TrainOptions
 ) -> None:
-    with pytest.raises(RankFailedError, match=r"rank 1 stood still: .*; rank 0 waited for it: ") as raised:
+    with pytest.raises(RankFailedError, match=r"rank 1 hung: .*; rank 0 waited for it: ") as raised:
         train(one_stage(), replace(options, timeout_s=30, checkpoint_dir=None), "0:stop-step:3")
     assert [step for step, _ in losses(options)] == [1, 2]
     assert "ran out" not in str(raised.value)
@@ -156,7 +156,7 @@ def test_a_rank_that_stands_still_is_named_after_the_time_that_the_others_wait(
 def test_data_that_shrinks_is_a_clear_message_and_leaves_the_checkpoint_before_it(
     train: Train, options: TrainOptions, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="has become shorter"):
+    with pytest.raises(UserError, match="became shorter"):
         train(one_stage(), options, "0:shrink:3")
     assert newest_step(options) == "step-00000002"
 
@@ -172,4 +172,4 @@ def test_where_memory_runs_out_the_run_goes_on_with_the_next_fallback_and_says_s
     assert [step.step for step in record.steps] == list(range(3, NUM_STEPS + 1))
     said = capfd.readouterr().err
     assert "memory ran out" in said
-    assert "going on with the next fallback of the plan" in said
+    assert "continuing with the next fallback of the plan" in said

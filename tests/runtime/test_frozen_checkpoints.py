@@ -28,7 +28,7 @@ def _plan(*stages: str, num_microbatches: int) -> Plan:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of three runs: one, and two that go on from its middle, under the same plan and another."""
+    """Folder of three runs: one, and two that resume from its middle, under the same plan and another."""
     folder = tmp_path_factory.mktemp("frozen")
     np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 250, 20_000).astype(np.uint16))
     one = _plan("fsdp4 zero2, fsdp4, tp2-fsdp2+sp, fsdp4", num_microbatches=2)

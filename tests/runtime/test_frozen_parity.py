@@ -37,7 +37,7 @@ def test_the_norm_is_of_what_is_trained(results: dict[str, dict[str, Any]], name
 
 @pytest.mark.parametrize("name", sampled(CASES, SAMPLE))
 def test_the_runtime_applied_the_strategies_of_the_plan(results: dict[str, dict[str, Any]], name: str) -> None:
-    """But for what is kept for a backward pass, where there is none."""
+    """Layers without a backward pass do not keep gathered parameters."""
     plan, chain = CASES[name].plan, CASES[name].plan.chain()
     expected = [str(strategy) for strategy in plan.strategies]
     kept = [text if chain.has_backward(layer) else text.replace(" zero2", "") for layer, text in enumerate(expected)]

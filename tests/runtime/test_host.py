@@ -110,7 +110,7 @@ def test_processes_that_the_host_cannot_hold_are_refused(
 
 def test_insisting_on_the_cpu_still_asks_for_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     have_memory(monkeypatch, tmp_path, 2**20)
-    with pytest.raises(InvalidPlanError, match="free here"):
+    with pytest.raises(InvalidPlanError, match="free memory of this host"):
         check_host(huge(), ALL, device="cpu")
 
 

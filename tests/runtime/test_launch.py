@@ -39,7 +39,7 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_export_over_a_folder_is_refused_before_anything_starts(tmp_path: Path) -> None:
     write_plan(small_plan(), tmp_path / "plan.json")
-    with pytest.raises(UserError, match=r"--export-hf: found .*which exists"):
+    with pytest.raises(UserError, match=r"--export-hf: found .*which already exists"):
         launch(tmp_path / "plan.json", tmp_path / "no data", TrainOptions(export_hf=tmp_path))
 
 
@@ -156,7 +156,7 @@ def test_data_that_one_rank_alone_finds_wrong_ends_the_run_with_its_message(
     tokens[1] = 0
     tokens[64 * 15 + 1] = 0
     np.save(tmp_path / "tokens.npy", tokens)
-    with pytest.raises(UserError, match="token 300") as raised:
+    with pytest.raises(UserError, match="token id 300") as raised:
         launch(plan_file(tmp_path, small_plan()), tmp_path / "tokens.npy", TrainOptions(steps=2))
     assert raised.value.exit_code == 2
 
@@ -178,7 +178,7 @@ def test_a_wrong_world_size_is_one_message_and_exit_code_2(
     assert raised.value.exit_code == 2
     assert str(raised.value).splitlines() == [
         "stages.ranks: found a plan for 4 processes",
-        "  expected: a plan for the 2 processes that were started",
+        "  expected: a plan for 2 processes, the number that was started",
         "  to fix: start 4 processes, or plan for 2 devices",
     ]
     assert capfd.readouterr() == ("", "")

@@ -35,8 +35,8 @@ def _plan(*stages: str, num_microbatches: int, num_devices: int = 4, text: str =
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a base that is written out, a run from it and the rest of it under another plan, with merged weights; the same
-    with magnitudes beside a base in 4 bits."""
+    """Folder with a written base, a run from it and its rest under another plan, with merged weights; also with
+    magnitudes on a 4-bit base."""
     folder = tmp_path_factory.mktemp("lora")
     np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 250, 20_000).astype(np.uint16))
     one = _plan("fsdp4, tp4, fsdp2-tp2+sp, dp4, tp2-fsdp2", num_microbatches=2)

@@ -27,7 +27,7 @@ def test_a_peak_above_the_enforced_budget_names_what_was_predicted_for_the_stage
     with pytest.raises(MemoryExceededError) as raised:
         MemoryLimit(plan(), enforce=True).check(1001)
     assert str(raised.value) == (
-        "its tensors took 1001 B in a step; predicted for stage 1: 30 B, of a budget of 1000 B"
+        "its tensors reached 1001 B in a step; predicted for stage 1: 30 B, of a budget of 1000 B"
     )
 
 

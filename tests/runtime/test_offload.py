@@ -35,7 +35,7 @@ RESUMED = [
     ("parameters", "gathered", "none", "stages"),
     ("none", "sharded", "parameters", "tensors"),
 ]
-"""What is offloaded and the plan of a run, and of the one that goes on with its checkpoint."""
+"""Offload and plan of a run, and of the run that resumes its checkpoint."""
 
 
 @cache

@@ -59,7 +59,7 @@ def test_wsd_falls_in_the_last_fifth() -> None:
     ("given", "words"),
     [
         ({"schedule": "cosin"}, "'cosin'"),
-        ({"schedule": "constant", "min_lr": 1e-5}, "a falling schedule"),
+        ({"schedule": "constant", "min_lr": 1e-5}, "a schedule that decreases"),
         ({"lr": 1e-4, "min_lr": 1e-3}, "lower it"),
     ],
 )

@@ -22,9 +22,9 @@ STEPS, MIDDLE = 4, 2
 RUN = TrainOptions(steps=STEPS, warmup_steps=0, checkpoint_every=MIDDLE)
 WEIGHTS = "adamw, weights in bf16"
 RATES = {"adamw": 0.01, "adamw-8bit": 0.01, "adamw-4bit": 0.01, "sgd": 1.0, "adafactor": 0.1, "muon": 0.01}
-"""With which a few steps change the loss by a tenth and more."""
+"""Learning rates with which a few steps change the loss by a tenth or more."""
 CONFIG = {**CONFIGS["llama-tied"], "vocab_size": 250}
-"""A tied matrix whose shards are no whole number of usual blocks; shards of others are quantized or too small to be."""
+"""Tied matrix whose shards are no whole number of usual blocks; shards of other tensors are quantized or too small."""
 STAGES: dict[str, tuple[str, ...]] = {
     "alone": ("single, single, single, single",),
     "replicated": ("dp2, dp2, dp2, dp2",),
@@ -47,9 +47,10 @@ WORDS = {
 }
 RUNS = [(word, name) for word, names in WORDS.items() for name in names if name != "alone"]
 EXACT_TOLERANCE = 1e-5
-"""Of losses, relative: sums in another order. Of quantized moments too where tensors are whole: `WHOLE`."""
+"""Relative tolerance of losses for sums in another order, also with quantized moments of whole tensors (`WHOLE`)."""
 TOLERANCE = {"adamw-8bit": 2e-4, "adamw-4bit": 1e-2, WEIGHTS: 5e-3}
-"""Where moments are quantized whose blocks are cut otherwise, or that are in fp32 in shards of under 4,096 entries."""
+"""Tolerance with quantized moments whose blocks are divided differently, or in fp32 in shards of under 4,096
+entries."""
 WHOLE = {"alone", "replicated", "stages", "tokens"}
 RESUMED = [
     ("adamw-8bit", "sharded", "adamw-8bit", "sharded"),

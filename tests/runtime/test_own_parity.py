@@ -42,7 +42,7 @@ def test_bf16_trains_near_fp32(facts: dict[str, Any]) -> None:
     ("what", "words"),
     [
         ("module", ("found NanoGPT without a block blocks.0", "DiT with it, as planned")),
-        ("loss", ("found no loss function", "the one that was planned with")),
+        ("loss", ("found no loss function", "the loss function of the plan")),
         ("samples", ("found 0.x of float32 and shape [3, 3, 8, 8]", "shape [4, 3, 8, 8]")),
     ],
 )

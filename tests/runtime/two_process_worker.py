@@ -74,7 +74,7 @@ def dropout_losses(strategy: str) -> dict[str, Any]:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what is sent, by operation; waits are left out."""
+    """Counts of sends by operation, without waits."""
 
     def __init__(self) -> None:
         super().__init__()

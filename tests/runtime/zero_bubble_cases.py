@@ -73,4 +73,4 @@ CASES: dict[str, Case] = {
     ),
 }
 NIGHTLY = {"four stages of two ranks", "stages of four ranks, hybrid"}
-"""On 8 processes."""
+"""Cases on 8 processes."""

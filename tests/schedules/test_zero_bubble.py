@@ -58,22 +58,22 @@ def test_no_plan_is_proven_slower_than_it_takes(name: str) -> None:
 def test_it_is_not_searched_beside_others_and_that_is_said(name: str) -> None:
     of = job(num_hidden_layers=8)
     assert name not in {config.pipeline.schedule.name for config in pipeline_configs(of, Decisions())}
-    assert f"{name}: searched only where --schedule names it alone" in left_out(of, Decisions())
+    assert f"{name}: searched only if --schedule names no other schedule" in left_out(of, Decisions())
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("levers", LEVERS, ids=str)
 def test_levers_whose_blocks_are_not_split_are_refused(levers: dict[str, str], name: str) -> None:
     of = replace(job(num_hidden_layers=8), levers=Levers.of(levers))
-    with pytest.raises(UserError, match=f"--schedule: found {name} beside --"):
+    with pytest.raises(UserError, match=f"--schedule: found {name} with --"):
         pipeline_configs(of, Decisions(schedules=(name,)))
-    with pytest.raises(InvalidPlanError, match=f"schedule: found {name} beside --"):
+    with pytest.raises(InvalidPlanError, match=f"schedule: found {name} with --"):
         zero_bubble(name, levers=levers)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_of_stock_calls_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match=rf"pytorch for a plan under {name}\n.*whole"):
+    with pytest.raises(UserError, match=rf"pytorch for a plan under {name}\n.*does not split backward"):
         exported(zero_bubble(name).model_copy(update={"cluster": "1x4xcpu"}), "pytorch")
 
 

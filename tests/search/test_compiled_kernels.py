@@ -48,7 +48,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def calls() -> dict[str, list[tuple[Any, ...]]]:
-    """The arguments of the first calls of each kernel in a search, where memory binds too."""
+    """Return the arguments of the first calls of each kernel in a search, also with memory as the bottleneck."""
     found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in kernels.SIGNATURES}
 
     def recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:

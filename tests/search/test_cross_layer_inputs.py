@@ -335,7 +335,7 @@ def test_a_file_of_version_1_has_no_cross_layer_inputs() -> None:
     ("side", "message"),
     [
         (CrossLayerInput(source=3, readers=(1,), seconds=np.zeros((2, 2))), "source: found 3"),
-        (CrossLayerInput(source=1, readers=(1,), seconds=np.zeros((2, 2))), "behind layer 1"),
+        (CrossLayerInput(source=1, readers=(1,), seconds=np.zeros((2, 2))), "after layer 1"),
         (CrossLayerInput(source=0, readers=(), seconds=np.zeros((2, 2))), "one or more"),
         (CrossLayerInput(source=0, readers=(1,), seconds=np.zeros((2, 3))), "shape"),
         (CrossLayerInput(source=0, readers=(1,), seconds=np.full((2, 2), np.inf)), "non-finite"),

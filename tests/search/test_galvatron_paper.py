@@ -109,7 +109,7 @@ def test_the_rebuilt_planner_finds_the_published_predictions_of_unlike_stages() 
 
 @functools.cache
 def short_pipeline() -> rules.Point:
-    """Two stages of four unlike layers, which hold little besides."""
+    """Return two stages of four different layers with little memory outside the layers."""
     measured = inputs.inputs_of("swin", 32, 8)
     layers = tuple(measured.layers[index] for index in (1, 10, 29, 31))
     small = inputs.Other(states_mb=-1024, act_mb=5)

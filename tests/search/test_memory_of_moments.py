@@ -7,7 +7,7 @@ from steelyard.cost.build import build_tables
 from steelyard.plan.strategy import parse_strategy
 from steelyard.search import search
 from steelyard.search.bounds import stage_bounds
-from steelyard.search.layers import chain_frontier, option_table
+from steelyard.search.layers import Pruning, chain_frontier, option_table
 from tests.cost.examples import config, job
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables
@@ -51,6 +51,23 @@ def test_every_zero_stage_beside_replicas_is_searched_to_the_optimum(num_stages:
             assert found.best.solution.step_s == pytest.approx(expected, rel=1e-9)
             used |= {texts[each] for each in found.best.solution.strategies}
     assert (texts[3] in used) == (num_microbatches > 1)
+
+
+def test_bounds_at_the_exact_limit_lose_no_optimum() -> None:
+    for seed in range(30):
+        rng = np.random.default_rng(30_000 + seed)
+        tables = random_tables(rng, num_stages=1, max_plans=1000, frees=True)
+        plans = [(seconds / tables.pipeline.num_microbatches, size) for seconds, size in exhaustive.all_plans(tables)]
+        budget = random_budget(rng, plans)
+        expected = exhaustive.fastest(plans, budget)
+        if expected is None:
+            continue
+        costs, room = option_table(tables).stage(0), budget - tables.overhead_of(0)
+        layer_types = tables.run_types(range(len(tables.layers)))
+        prices = stage_bounds(costs, tables.layers, room, 0.0).good_prices(0, len(tables.layers))
+        pruning = Pruning(budget_bytes=room, limit_s=expected * (1 + 1e-9) + 1e-12, prices=prices)
+        found = chain_frontier(costs, layer_types, pruning=pruning, is_last=True)
+        assert found.last.seconds.min() == pytest.approx(expected, rel=1e-9, abs=1e-12), seed
 
 
 @pytest.mark.parametrize("block", range(0, 80, 40))

@@ -15,7 +15,8 @@ GIB = 1024**3
 
 
 def medium_tables(seed: int, *, num_stages: int, num_layers: int, num_strategies: int) -> tuple[CostTables, int]:
-    """Layers of unlike types, where faster strategies take more memory, and a budget that binds."""
+    """Layers of different types, where faster strategies need more memory, and a budget below the fastest plan's
+    memory."""
     rng = np.random.default_rng(seed)
     pair = (num_layers, num_strategies)
     tables = random_tables(

@@ -192,7 +192,7 @@ def test_a_choice_that_the_tables_do_not_allow_is_an_error(
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(0, 120, 60))
 def test_strategies_that_share_layouts_are_searched_as_those_with_layouts_of_their_own(block: int) -> None:
-    """What stages receive and the classes of switches go by layouts; other plans of the same tables are the oracle."""
+    """Transfers and resharding depend on layouts; other plans of the same tables are the oracle."""
     for seed in range(block, block + 60):
         rng = np.random.default_rng(seed)
         own = random_tables(rng, num_strategies=int(rng.integers(2, 6)), max_plans=600, frees=bool(rng.integers(2)))

@@ -130,7 +130,7 @@ def test_full_is_what_a_real_checkpoint_repeats_and_bounds_what_it_holds(layer_t
 
 
 def test_under_selective_a_real_block_computes_the_same_gradients() -> None:
-    """On real tensors: what is computed again is what was there."""
+    """Recomputed real tensors equal the original ones."""
     torch.manual_seed(0)
     chain = known("llama")
     model = build_model(chain, seed=0)

@@ -11,7 +11,7 @@ from tests.tracer.examples import SEQ_LEN, gpt_neox, llama
 
 FAMILIES = ("llama", "gpt_neox")
 DIVIDED = ["gpt2", "gemma2", "mixtral", "qwen3_moe", "bert", "t5"]
-"""Families of the runtime's tests that are traced at tp 2 too."""
+"""Families of the runtime's tests that are also traced at tp 2."""
 
 
 @cache

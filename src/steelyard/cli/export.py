@@ -296,7 +296,6 @@ def _print_targets(as_json: bool) -> None:
 
 
 def _levers(target: Target) -> tuple[str, ...]:
-    """Return the names of levers that a target supports."""
     return tuple(LEVERS) if target.starts_steelyard else tuple(ENGINE_OF_TARGET[target.name].levers)
 
 

@@ -174,7 +174,6 @@ def plan(
 
 
 def _print_next(found: Plan, output: Path | None, builder: Sequence[str]) -> None:
-    """Print the commands to run next."""
     if output is None:
         print("Next: add -o plan.json to keep the plan, -v to see all tables")
         return

@@ -92,7 +92,7 @@ def collective_time(
             field="collectives",
             found=collective,
             expected="one of " + ", ".join(_PASSES),
-            hint="this collective has no cost yet",
+            hint="this collective has no cost model",
         )
     measured = profile.collective(collective, group.size, strided=group.stride > 1)
     if measured is not None:
@@ -187,8 +187,8 @@ def _check_rate(link: Link, found: str) -> None:
         raise InvalidProfileError(
             field="collectives",
             found=found,
-            expected=f"a measurement: the rate of {link.name} is not in the catalogue",
-            hint="run steelyard profile with as many processes as the plan has",
+            expected=f"a measurement, because the rate of {link.name} is not in the catalogue",
+            hint="run steelyard profile with the plan's number of processes",
         )
 
 

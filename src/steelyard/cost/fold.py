@@ -52,7 +52,7 @@ def why_not_folded(
     if period < num_stages:
         return f"{num_stages} stages of {num_chunks} chunks need {num_stages * num_chunks} blocks or more"
     if any(blocks[place] != blocks[place + period] for place in range(len(blocks) - period)):
-        return f"the blocks of {num_chunks} chunks are not alike"
+        return f"the blocks of {num_chunks} chunks differ"
     return None
 
 

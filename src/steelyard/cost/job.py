@@ -76,8 +76,6 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Known:
-    """Cached costs of a job."""
-
     layers: dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None] = field(default_factory=dict)
     made: dict[Hashable, object] = field(default_factory=dict)
     collectives: dict[tuple[Collective, Group], Callable[[float], float]] = field(default_factory=dict)
@@ -125,9 +123,9 @@ class Job:
             if name not in known:
                 raise InvalidPlanError(
                     field="cluster",
-                    found=f"the pool {name!r}",
+                    found=f"the device group {name!r}",
                     expected="one of " + ", ".join(known),
-                    hint="plan for the pools that are there",
+                    hint="plan for the available device groups",
                 )
         return Job.over([known[name] for name in names])
 

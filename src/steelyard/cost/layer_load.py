@@ -84,7 +84,7 @@ def refusal(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> str
     The strategy is forbidden, outside the measured range of the profile, or equivalent to another one.
     """
     if strategy.keeps_whole and not config.has_several:
-        return "what stays whole from one microbatch to the next is as any other, since there is one"
+        return "keeping tensors gathered between microbatches has no effect with a single microbatch"
     refused = config.job.levers.refusal(strategy)
     return (
         refused or illegal_reason(layer_type, strategy, config.batch) or unmeasured_reason(layer_type, strategy, config)
@@ -121,8 +121,8 @@ def unmeasured_reason(layer_type: LayerType, strategy: Strategy, config: JobConf
         return None
     sizes = [time.samples for time in layer.times]
     return (
-        f"{samples:g} samples on a rank: the profile measured {', '.join(map(str, sizes))} and "
-        f"holds for {sizes[0] / 2:g} to {2 * sizes[-1]}"
+        f"{samples:g} samples per rank: the profile measured {', '.join(map(str, sizes))} and covers "
+        f"{sizes[0] / 2:g} to {2 * sizes[-1]}"
     )
 
 
@@ -246,9 +246,9 @@ def hidden_matrices(layer_type: LayerType, layer: LayerProfile) -> tuple[tuple[f
     if layer.forward.matmul_flop != Affine() and not layer.forward.products:
         raise InvalidProfileError(
             field=f"layers.{layer_type.name}.forward.products",
-            found="no shapes of matrix products",
-            expected="those of the hidden matrices, which the optimizer updates otherwise",
-            hint="leave --profile out, so that the model is traced, or leave --optimizer out",
+            found="no matrix shapes",
+            expected="the shapes of the hidden matrices, which muon updates differently",
+            hint="leave --profile out to trace the model, or leave --optimizer out",
         )
     products = (each for each in layer.forward.products if each.groups == 1 and each.grows == "m")
     return tuple(

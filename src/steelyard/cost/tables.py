@@ -442,8 +442,8 @@ def _check_pools(tables: CostTables, pools: Pools) -> None:
         raise InvalidProblemError(
             field="pools",
             found=f"{shapes} entries and {len(tables.cross_layer_inputs)} cross-layer inputs",
-            expected=f"one for each of {len(tables.strategies)} strategies and {stages} stages, no cross-layer inputs "
-            "over two pools",
+            expected=f"one for each of {len(tables.strategies)} strategies and {stages} stages, and no cross-layer "
+            "inputs between device groups",
         )
 
 
@@ -457,7 +457,7 @@ def _check_cross_layer_inputs(place: str, side: CrossLayerInput, num_layers: int
         raise InvalidProblemError(
             field=f"{place}.readers",
             found=str(side.readers[:8]),
-            expected=f"one or more rising layers behind layer {side.source}, up to {num_layers - 1}",
+            expected=f"one or more layers in ascending order after layer {side.source}, up to {num_layers - 1}",
         )
     shape = (num_strategies, num_strategies)
     if side.seconds.shape != shape:

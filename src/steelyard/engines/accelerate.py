@@ -41,16 +41,16 @@ OPTIMIZERS = {
 }
 """Optimizer classes that our runtime supports too."""
 _TIED = (
-    "freeing the tied matrix: embedding, final norm and head are one unit, gathered from its first use in forward to "
-    "its last in backward"
+    "freeing the tied matrix: embedding, final norm and head are one FSDP unit, gathered from the first use "
+    "in the forward pass to the last use in the backward pass"
 )
-GATHERED_TAIL = "freeing the head after forward: it and the final norm stay gathered for the backward pass"
+GATHERED_TAIL = "freeing the head after the forward pass: head and final norm stay gathered until the backward pass"
 
 
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     levers = request.plan.chosen_levers
-    left_out = ["optimizer, data and first weights: those of the training script"]
+    left_out = ["optimizer, data and initial weights: set by the training script"]
     several = request.cluster is not None and request.cluster.num_nodes > 1
     meeting = " --machine_rank RANK --main_process_ip FIRST_HOST" if several else ""
     usage = [
@@ -69,7 +69,7 @@ def _write(request: Request) -> Draft:
     if (word := str(levers.value(Optimizer))) in OPTIMIZERS:
         usage.append(f"in train.py: the optimizer is {OPTIMIZERS[word]}")
     if request.cluster is None:
-        left_out.append("hosts: the cluster is not known here, so all processes are taken to be on one")
+        left_out.append("hosts: the cluster is unknown here, so all processes are assumed to run on one host")
     return Draft(
         files=(
             ("accelerate.yaml", yaml.safe_dump(_content(request, view), sort_keys=False)),
@@ -135,8 +135,8 @@ ACCELERATE = Engine(
             software="accelerate 1.15.0",
             summary="accelerate.yaml: FSDP2 or DDP, ParallelismConfig, activation checkpointing",
             write=_write,
-            weights="from_pretrained reads those of Hugging Face; accelerate merge-weights CHECKPOINT OUT makes them "
-            "of a sharded checkpoint",
+            weights="from_pretrained reads the Hugging Face format; accelerate merge-weights CHECKPOINT OUT converts "
+            "a sharded checkpoint to it",
             routers=ROUTERS_BY_RANK,
         ),
     ),

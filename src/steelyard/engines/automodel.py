@@ -53,7 +53,7 @@ CAPABILITIES = Capabilities(
     experts_of=frozenset({"deepseek_v3", "gpt_oss", "qwen3_moe"}),
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
-    why_not={"dp": "which FSDP2 has beside fsdp alone"},
+    why_not={"dp": "which FSDP2 supports only together with fsdp"},
     remats=frozenset(Remat),
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
 )
@@ -79,27 +79,26 @@ def _write(request: Request) -> Draft:
         raise UserError(
             field="--to",
             found=f"automodel for tp {view.tp} in a model of type {chain.family.model_type}",
-            expected="a plan without tp: Automodel's own models with experts take none",
+            expected="a plan without tp, which Automodel's own models with experts do not support",
             hint="plan with --max-tp 1",
         )
     levers = request.plan.chosen_levers
     left_out = {
-        "tokenizer, learning rate and first weights: set them in the file": True,
-        "fp32 adapters: Automodel keeps them and their states in the type of the base; and the base: its weights are "
-        "read where model._target_ is NeMoAutoModelForCausalLM.from_pretrained": not levers.value(Train).is_default,
-        "full remat to the letter: attention, MLP and norms are recomputed each, so that the inputs of all of them "
-        "stay, not only that of the block": view.remat is Remat.FULL and not view.has_experts,
-        "selective remat to the letter: Automodel also recomputes every second matrix product, which the price "
-        "counts": view.remat is Remat.SELECTIVE,
-        "ZeRO-3: with undivided experts Automodel's own models keep parameters after forward": has_own_code
-        and view.ep == 1
-        and view.zero == 3,
+        "tokenizer, learning rate and initial weights: set them in the file": True,
+        "fp32 adapters: Automodel keeps them and their states in the type of the base; base weights: they "
+        "are loaded if model._target_ is NeMoAutoModelForCausalLM.from_pretrained": not levers.value(Train).is_default,
+        "exact full remat: Automodel recomputes attention, MLP and norms separately and keeps the input of "
+        "each": view.remat is Remat.FULL and not view.has_experts,
+        "exact selective remat: Automodel also recomputes every second matrix product (priced)": view.remat
+        is Remat.SELECTIVE,
+        "ZeRO-3: with unsharded experts, Automodel's own models keep parameters gathered after the forward "
+        "pass": has_own_code and view.ep == 1 and view.zero == 3,
     }
     return Draft(
         files=(("automodel.yaml", yaml.safe_dump(_content(view, chain, levers), sort_keys=False, width=120)),),
         left_out=tuple(line for line, holds in left_out.items() if holds),
         launch=f"{request.torchrun} -m nemo_automodel.cli.app automodel.yaml",
-        usage=("data are made up: name yours under dataset",),
+        usage=("the data is synthetic: set yours under dataset",),
     )
 
 
@@ -112,7 +111,6 @@ _OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _peft(train: Train) -> dict[str, Any]:
-    """Return the section of the YAML on adapters."""
     is_all = train.targets == (ALL_LINEAR,)
     places = {"exclude_modules": ["lm_head"]} if is_all else {"target_modules": [f"*.{each}" for each in train.targets]}
     return {
@@ -129,7 +127,7 @@ def _peft(train: Train) -> dict[str, Any]:
 
 
 def _refuse_part(train: Train) -> str | None:
-    return refuse_kind(train) or ("which scales adapters by alpha / r alone" if train.rslora else None)
+    return refuse_kind(train) or ("which scales adapters only by alpha / r" if train.rslora else None)
 
 
 def _content(view: UniformPlan, chain: ModelChain, levers: Levers) -> dict[str, Any]:
@@ -210,7 +208,7 @@ AUTOMODEL = Engine(
         "train": Taken(refuse=_refuse_part, dimensions=_WITHOUT_EP),
         "weights": Taken(),
         "optimizer": replace(
-            one_of(_OPTIMIZERS, "which has no optimizer of whole matrices, since FSDP2 shards all of them"),
+            one_of(_OPTIMIZERS, "which has no optimizer of whole matrices, because FSDP2 shards all of them"),
             dimensions=frozenset(each for each in _WITHOUT_EP if all(one.name != "tp" for one in each)),
         ),
     },
@@ -220,8 +218,8 @@ AUTOMODEL = Engine(
             software="NeMo Automodel 0.7.0",
             summary="automodel.yaml: sizes of FSDP2, tp, cp, ep and pipeline, activation checkpointing, the config",
             write=_write,
-            weights="model._target_ NeMoAutoModelForCausalLM.from_pretrained reads those of Hugging Face; checkpoints "
-            "with save_consolidated are such",
+            weights="model._target_ NeMoAutoModelForCausalLM.from_pretrained reads the Hugging Face format; "
+            "checkpoints with save_consolidated have it",
             routers=ROUTERS_BY_RANK,
         ),
     ),

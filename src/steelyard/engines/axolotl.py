@@ -30,13 +30,13 @@ def _write(request: Request) -> Draft:
     return Draft(
         files=(("axolotl.yaml", yaml.safe_dump(_content(view) | _levers(levers), sort_keys=False)),),
         left_out=(
-            f"the model: add base_model, an id or folder of Hugging Face with the config of {request.plan.model.name}",
+            f"the model: add base_model, a Hugging Face ID or folder with the config of {request.plan.model.name}",
             "datasets, learning rate and number of steps: add them to the file",
             *(kept_gathered(request) if view.fsdp > 1 else ()),
             *peft.left_out(levers),
         ),
         launch=f"{request.torchrun} -m axolotl.cli.train axolotl.yaml",
-        usage=("for DeepSpeed instead: export --to deepspeed, and deepspeed: ds_config.json in the file of axolotl",),
+        usage=("for DeepSpeed instead: export --to deepspeed, and write deepspeed: ds_config.json into axolotl.yaml",),
     )
 
 
@@ -44,7 +44,6 @@ _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embeddi
 
 
 def _levers(levers: Levers) -> dict[str, Any]:
-    """Return the entries of the YAML on levers."""
     train, base = levers.value(Train), levers.value(QuantizedBase)
     found = peft.training_arguments(levers)
     content: dict[str, Any] = {"optimizer": found["optim"]} if found else {}
@@ -64,7 +63,7 @@ def _levers(levers: Levers) -> dict[str, Any]:
 
 
 def _refuse_part(train: Train) -> str | None:
-    fraction = None if train.alpha == int(train.alpha) else "whose lora_alpha is a whole number"
+    fraction = None if train.alpha == int(train.alpha) else "which needs a whole number for lora_alpha"
     return peft.refuse_kind(train) or fraction
 
 
@@ -112,6 +111,7 @@ TARGET = Target(
     software="axolotl 0.19.0",
     summary="axolotl.yaml: FSDP2 or DDP, degrees, activation checkpointing, batch",
     write=_write,
-    weights="base_model is of Hugging Face; axolotl merge-sharded-fsdp-weights axolotl.yaml makes such of a checkpoint",
+    weights="base_model has the Hugging Face format; axolotl merge-sharded-fsdp-weights axolotl.yaml converts a "
+    "checkpoint to it",
     routers=ROUTERS_BY_RANK,
 )

@@ -95,7 +95,7 @@ class Capabilities:
                 is_other = is_piped and mode.key in self.modes_piped
                 allowed = beside[1] if beside and not is_other else self.allowed(mode, is_piped=is_piped)
                 if value not in allowed:
-                    where = " in a pipeline" if is_other else f" beside {beside[0]}" if beside else ""
+                    where = " in a pipeline" if is_other else f" together with {beside[0]}" if beside else ""
                     return mode.written(dimension, value) + where
         return None if strategy.remat in self.remats else f"{strategy.remat} remat"
 
@@ -110,7 +110,7 @@ class Capabilities:
             return "tensor parallelism over ranks that are not neighbours"
         experts, shards = strategy.expert_degree, strategy.state_shards
         if self.experts_within_shards and experts > shards:
-            return f"experts over {experts} ranks where {shards} share the states of the other layers"
+            return f"experts over {experts} ranks, but only {shards} shard the states of the other layers"
         return None
 
     def _beside(self, key: str, dimensions: Dimensions) -> tuple[str, frozenset[Value]] | None:
@@ -147,7 +147,7 @@ def _reasons(plan: Plan, chain: ModelChain, capabilities: Capabilities) -> Itera
     if not capabilities.divides_experts(chain) and any(each.expert_degree > 1 for each in plan.strategies):
         yield f"ep in a model of type {chain.family.model_type}"
     if len(set(plan.stage_sizes)) > 1:
-        yield f"stages of unlike numbers of devices ({', '.join(map(str, plan.stage_sizes))})"
+        yield f"stages of different numbers of devices ({', '.join(map(str, plan.stage_sizes))})"
     if plan.num_stages > 1 and not capabilities.schedules:
         yield f"a pipeline ({plan.num_stages} stages)"
     elif plan.num_stages > 1 and plan.schedule not in capabilities.schedules:

@@ -26,16 +26,16 @@ NO_EFFECT: Mapping[str, frozenset[str]] = {
             *("tokenizer_class", "use_cache"),
         }
     ),
-    "what forward returns beside the loss": frozenset(
+    "further results of forward": frozenset(
         {"output_attentions", "output_hidden_states", "return_dict", "use_return_dict"}
     ),
-    "of other tasks than language modelling": frozenset(
+    "for tasks other than language modelling": frozenset(
         {"classifier_dropout", "finetuning_task", "id2label", "label2id", "num_labels", "problem_type"}
     ),
-    "first weights, which every export leaves to the user": frozenset({"initializer_factor", "initializer_range"}),
-    "the same result in other pieces": frozenset({"chunk_size_feed_forward", "pretraining_tp", "torchscript"}),
+    "initial weights, which every export leaves to the user": frozenset({"initializer_factor", "initializer_range"}),
+    "the result is the same": frozenset({"chunk_size_feed_forward", "pretraining_tp", "torchscript"}),
     "a decoder has no encoder": frozenset({"is_decoder", "is_encoder_decoder", "tie_encoder_decoder"}),
-    "how long sequences may be: the plan has its own length": frozenset({"max_position_embeddings"}),
+    "the plan has its own sequence length": frozenset({"max_position_embeddings"}),
 }
 """Entries that do not change training, by the reason."""
 _WITHOUT_EFFECT = frozenset().union(*NO_EFFECT.values())
@@ -137,8 +137,8 @@ def refuse_entries(target: str, chain: ModelChain, config: Mapping[str, Any], kn
         raise UserError(
             field="--to",
             found=f"{target} for {chain.name}, whose config says {key} = {json.dumps(value)}",
-            expected=f"{key} = {wanted}, as {target}'s model has it"
+            expected=f"{key} = {wanted}, the value of {target}'s model"
             if wanted
-            else f"a config without {key}, of which {target}'s model has nothing",
-            hint=f"{other_export(chain)}; or take the entry out of the config if the model is the same without it",
+            else f"a config without {key}, which {target}'s model does not have",
+            hint=f"{other_export(chain)}; or remove the entry from the config if the model is the same without it",
         )

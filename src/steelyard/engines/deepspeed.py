@@ -59,15 +59,15 @@ def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     levers = request.plan.chosen_levers
     left_out = {
-        "optimizer, data and first weights: those of the training script": True,
-        "which matrices are cut: DeepSpeed's AutoTP decides, not the model's own tp plan": view.tp > 1,
-        f"which rank reads what: the {view.tp} ranks of a tp group have to be given the same samples": view.tp > 1,
+        "optimizer, data and initial weights: set by the training script": True,
+        "which matrices are divided: DeepSpeed's AutoTP decides, not the model's own tp plan": view.tp > 1,
+        f"which rank reads which samples: give the {view.tp} ranks of a tp group the same samples": view.tp > 1,
     }
     usage = [
         "in train.py: deepspeed.initialize(model=model, config='ds_config.json'), or TrainingArguments(deepspeed=...)"
     ]
     if view.remat is Remat.FULL:
-        usage.append("in train.py: model.gradient_checkpointing_enable(): the JSON alone recomputes nothing")
+        usage.append("in train.py: model.gradient_checkpointing_enable() (the JSON alone recomputes nothing)")
     content = _content(view, PRESETS.get(request.plan.chain().family.model_type))
     if (word := str(levers.value(Optimizer))) in _OPTIMIZERS:
         content["zero_allow_untested_optimizer"] = True
@@ -114,7 +114,7 @@ def _content(view: UniformPlan, preset: str | None) -> dict[str, Any]:
 def _read(text: str, _chain: ModelChain, num_devices: int) -> FileSettings:
     content = parse_json(text)
     if not isinstance(content, dict):
-        raise ValueError("no object of DeepSpeed's keys")
+        raise ValueError("not an object with DeepSpeed's keys")
     flat = {
         f"{name}.{key}" if key else name: value
         for name, part in content.items()
@@ -153,7 +153,7 @@ DEEPSPEED = Engine(
         "train": peft.LEVERS["train"],
         "offload": peft.OFFLOAD,
         "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
-        "optimizer": peft.one_of(_OPTIMIZERS, "which has no such states for what ZeRO flattens"),
+        "optimizer": peft.one_of(_OPTIMIZERS, "which flattens parameters under ZeRO and has no such states"),
     },
     reader=Reader(suffixes=(".json",), read=_read),
     targets=(
@@ -162,8 +162,8 @@ DEEPSPEED = Engine(
             software="DeepSpeed 0.19.8",
             summary="ds_config.json: ZeRO stage, AutoTP, AutoEP, batch sizes, activation checkpointing",
             write=_write,
-            weights="from_pretrained reads those of Hugging Face; zero_to_fp32.py in a checkpoint's folder makes fp32 "
-            "weights of it, with divided experts deepspeed/checkpoint/ds_to_universal.py a universal checkpoint",
+            weights="from_pretrained reads the Hugging Face format; zero_to_fp32.py in a checkpoint's folder writes "
+            "fp32 weights; with sharded experts, deepspeed/checkpoint/ds_to_universal.py writes a universal checkpoint",
             routers=ROUTERS_BY_RANK,
         ),
     ),

@@ -78,8 +78,8 @@ class Engine:
                 raise UserError(
                     field="--engine",
                     found=f"{self.name}+{name}",
-                    expected=f"{self.name} alone"
-                    + (", or with any of +" + ", +".join(self.options)) * bool(self.options),
+                    expected=f"{self.name} without options"
+                    + (", or with + and any of: +" + ", +".join(self.options)) * bool(self.options),
                     hint=nearest(name, self.options) if self.options else "leave the option out",
                 )
             found = replace(found, **self.options[name])

@@ -38,7 +38,7 @@ _SETTINGS = (
 )
 _TRAIN = '    -m steelyard.train "$PLAN" --data "$DATA" "$@"'
 _EVERYTHING = "every layer's strategy, stages, schedule and microbatches"
-_OPTIONS = "training options (--steps, --lr, --record, …): give them to the script"
+_OPTIONS = "training options (--steps, --lr, --record, …): pass them to the script"
 
 
 def _write_torchrun(request: Request) -> Draft:
@@ -95,7 +95,7 @@ def _write_slurm(request: Request) -> Draft:
     return Draft(
         files=(("train.sbatch", "\n".join(lines) + "\n"),),
         carried=(_processes(request.plan, cluster), _EVERYTHING),
-        left_out=("partition, account and time limit: give them to sbatch", _OPTIONS),
+        left_out=("partition, account and time limit: pass them to sbatch", _OPTIONS),
         launch="PLAN=plan.json DATA=PATH sbatch --partition NAME --time 8:00:00 train.sbatch --steps 100",
     )
 
@@ -128,7 +128,7 @@ def _write_kubeflow(file: str, job: Callable[[Cluster, str, str], list[Document]
             f"the plan itself, as a ConfigMap: {_EVERYTHING}",
         ),
         left_out=(
-            "the data: a PersistentVolumeClaim named training-data must hold it, at most one file or folder named data",
+            "the data: provide a PersistentVolumeClaim named training-data with one file or folder named data",
             "training options (--lr, --record, …): add them to the command",
         ),
         launch=f"kubectl apply -f {file}",
@@ -230,7 +230,7 @@ def _resources(cluster: Cluster) -> dict[str, Any]:
         raise UserError(
             field="device.vendor",
             found=f"nothing for {cluster.device.name!r}",
-            expected=f"{' or '.join(_GPUS_OF)}, by whose name Kubernetes gives a container its gpus",
+            expected=f"{' or '.join(_GPUS_OF)}, the vendor for which Kubernetes assigns GPUs to a container",
             hint="add vendor: nvidia to the device of the cluster file, and give the file with --cluster",
         )
     return {"limits": {_GPUS_OF[cluster.device.vendor]: cluster.devices_per_node}}
@@ -246,16 +246,17 @@ def _cluster(request: Request, target: str) -> Cluster:
         hosts = sum(pool.num_nodes for pool in pools)
         raise UserError(
             field="--to",
-            found=f"{target} for a plan over {len(pools)} pools of unlike devices ({plan.cluster})",
-            expected="a plan on one device type: the file starts as many processes on every host",
-            hint=f"on every host: steelyard train plan.json --data PATH --elastic --hosts {hosts}:{hosts} --rendezvous "
-            f"FIRST_HOST:{RENDEZVOUS_PORT} --pool NAME, its pool of {', '.join(pool.name for pool in pools)}",
+            found=f"{target} for a plan over {len(pools)} device groups ({plan.cluster})",
+            expected="a plan on one device type, because the file starts the same number of processes on every host",
+            hint=f"on every host: steelyard train plan.json --data PATH --elastic --hosts {hosts}:{hosts} "
+            f"--rendezvous FIRST_HOST:{RENDEZVOUS_PORT} --pool NAME, where NAME is the host's device group: "
+            f"{', '.join(pool.name for pool in pools)}",
         )
     if cluster is None:
         raise UserError(
             field="--cluster",
-            found=f"the plan's cluster {plan.cluster!r}, which is not known here",
-            expected=f"hosts and devices per host, which {target} starts processes by",
+            found=f"the plan's cluster {plan.cluster!r}, which is unknown here",
+            expected=f"hosts and devices per host, from which {target} starts processes",
             hint="give --cluster with its name or file",
         )
     if cluster.num_devices != plan.num_devices:
@@ -263,7 +264,7 @@ def _cluster(request: Request, target: str) -> Cluster:
             field="--cluster",
             found=f"{cluster.num_devices} devices",
             expected=f"the {plan.num_devices} devices of the plan",
-            hint="give the cluster that the plan is for, or plan again",
+            hint="pass the cluster that the plan was made for, or plan again",
         )
     return cluster
 
@@ -283,7 +284,7 @@ TORCHRUN = Target(
     software="torchrun of torch 2.13",
     summary="train.sh: starts the plan on each host",
     write=_write_torchrun,
-    weights="steelyard's --init reads a folder of Hugging Face, --export-hf writes one",
+    weights="steelyard's --init reads a Hugging Face folder, --export-hf writes one",
     starts_steelyard=True,
 )
 SLURM = replace(
@@ -306,6 +307,6 @@ KUBEFLOW_V1 = replace(
     KUBEFLOW,
     name="kubeflow-v1",
     software="Kubeflow's training operator v1 (PyTorchJob)",
-    summary="pytorchjob.yaml: the same for the training operator v1",
+    summary="pytorchjob.yaml: the same plan for the training operator v1",
     write=partial(_write_kubeflow, "pytorchjob.yaml", _pytorchjob),
 )

@@ -60,7 +60,7 @@ CAPABILITIES = Capabilities(
         "cp_method": frozenset(_COMMUNICATION),
         "ep": frozenset(DEGREE.texts),
     },
-    why_not={"fsdp": "which is Megatron-FSDP's: export --to megatron-fsdp"},
+    why_not={"fsdp": "which needs Megatron-FSDP: export --to megatron-fsdp"},
     remats=frozenset(Remat),
     remats_first_blocks=True,
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.megatron_name is not None),
@@ -112,13 +112,13 @@ def _write(request: Request) -> Draft:
         ],
     }
     left_out = [
-        "tokenizer, data, learning rate and first weights: give them as arguments of the script",
-        "kernels to the letter: the price counts Megatron's fused ones in closed form, not as measured",
-        f"the vocabulary of {chain.vocab_size} tokens: Megatron takes that of the tokenizer; "
-        "--make-vocab-size-divisible-by says to what it is padded",
+        "tokenizer, data, learning rate and initial weights: pass them as arguments of the script",
+        "exact kernels: Megatron's fused kernels are priced by a closed form, not measured",
+        f"the vocabulary of {chain.vocab_size} tokens: Megatron uses that of the tokenizer, padded by "
+        "--make-vocab-size-divisible-by",
     ]
     if view.shards > 1:
-        left_out.append("FSDP2 itself: Megatron-FSDP shards the same states, with buckets and prefetching of its own")
+        left_out.append("FSDP2 itself: Megatron-FSDP shards the same states with its own buckets and prefetching")
     return Draft(
         files=(("megatron.sh", _script(groups, view, request)),),
         left_out=tuple(left_out),
@@ -165,7 +165,7 @@ def refuse_cut_token(name: str, chain: ModelChain, tp: int) -> None:
         raise UserError(
             field="--to",
             found=f"{name} for tp {tp} over {chain.vocab_size} tokens",
-            expected="a tp degree that divides the vocabulary, which is not padded there",
+            expected="a tp degree that divides the vocabulary, because this target does not pad it",
             hint="plan with --max-tp, or export --to megatron, which pads it",
         )
 
@@ -297,7 +297,7 @@ def _rope_flags(chain: ModelChain, config: Mapping[str, Any]) -> Flags:
     raise UserError(
         field="--to",
         found=f"megatron for {chain.name}, whose config says {ROPE} = {json.dumps(config[ROPE])}",
-        expected=f"no scaling, linear by a whole factor, or {json.dumps(_LLAMA3_ROPE)} by any factor",
+        expected=f"no scaling, linear scaling by a whole factor, or {json.dumps(_LLAMA3_ROPE)} with any factor",
         hint=other_export(chain),
     )
 
@@ -386,7 +386,7 @@ _NOT_PRICED = (
 )
 
 
-_NARROW = "gradients in fp16 (priced in fp32, as --accumulate-allreduce-grads-in-fp32 has them)"
+_NARROW = "gradients in fp16 (priced in fp32, as with --accumulate-allreduce-grads-in-fp32)"
 
 
 def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
@@ -408,8 +408,8 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
             raise UserError(
                 field="--from",
                 found=f"{name} {values[name]}",
-                expected=f"{own[name]}, as {chain.name} has",
-                hint="name the model that the file trains",
+                expected=f"{own[name]}, the value of {chain.name}",
+                hint="pass the model that the file trains",
             )
     tp, pp, cp, ep = (
         entries.number(f"{word}_model_parallel_size", f"{word}_parallel_size", short)
@@ -510,9 +510,8 @@ MEGATRON = Engine(
             write=_write,
             weights="Megatron-Bridge's examples/conversion/convert_checkpoints.py import and export",
             vocabulary_unit=128,
-            routers="the auxiliary loss of routers over all layers and data ranks: Megatron takes each layer and each "
-            "data rank's samples by themselves (the coefficient is the model's times the experts of a token over the "
-            "layers)",
+            routers="the auxiliary loss of routers over all layers and data ranks: Megatron computes it per layer "
+            "and per data rank (coefficient: the model's, times experts per token, over the number of layers)",
         ),
     ),
 )
@@ -528,7 +527,7 @@ MEGATRON_FSDP = replace(
         replace(
             target,
             name="megatron-fsdp",
-            summary="the same on Megatron-FSDP: parameters, gradients and optimizer sharded",
+            summary="the same script for Megatron-FSDP: parameters, gradients and optimizer states sharded",
         )
         for target in MEGATRON.targets
     ),

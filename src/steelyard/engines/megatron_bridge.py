@@ -66,15 +66,14 @@ def _refuse_part(train: Train) -> str | None:
     if not train.is_plain:
         return refuse_kind(train)
     if train.rslora:
-        return "which scales adapters by alpha / r alone"
+        return "which scales adapters only by alpha / r"
     if not names <= _MATRICES.keys():
-        return f"whose adapters stand beside {', '.join(_MATRICES)} alone"
+        return f"which has adapters only for {', '.join(_MATRICES)}"
     parted = next((each for each in _TOGETHER if 0 < len(each & names) < len(each)), None)
-    return None if parted is None else f"which has adapters beside all of {', '.join(sorted(parted))}, or none"
+    return None if parted is None else f"which has adapters for all of {', '.join(sorted(parted))}, or for none"
 
 
 def _adapters(train: Train) -> list[str]:
-    """Return the lines of the recipe that make adapters."""
     if train.is_default:
         return []
     return [
@@ -96,7 +95,7 @@ def _write(request: Request) -> Draft:
         raise UserError(
             field="--to",
             found=f"megatron-bridge for adapters in {chain.name}, which has experts",
-            expected="a model without experts: its adapters stand beside those of experts too",
+            expected="a model without experts, because Megatron-Bridge also adds adapters to the experts",
             hint="export --to automodel or transformers",
         )
     megatron.refuse_cut_token("megatron-bridge", chain, view.tp)
@@ -116,11 +115,11 @@ def _write(request: Request) -> Draft:
     return Draft(
         files=(("bridge_recipe.py", _recipe(view, chain, model, gradients, train, sends_deep=is_deep)),),
         left_out=(
-            "tokenizer, data, learning rate and first weights: set them in the recipe",
-            *(() if train.is_default else ("the base: put what import wrote of it into the folder base",)),
+            "tokenizer, data, learning rate and initial weights: set them in the recipe",
+            *(() if train.is_default else ("base weights: put the imported checkpoint into the folder base",)),
         ),
         launch=f"{request.torchrun} bridge_recipe.py",
-        usage=("data are made up until dataset.blend names some",),
+        usage=("the data is synthetic until dataset.blend is set",),
     )
 
 
@@ -238,8 +237,8 @@ MEGATRON_BRIDGE = replace(
             software="Megatron-Bridge 0.3.1",
             summary="bridge_recipe.py: a recipe whose model comes from its Hugging Face config",
             write=_write,
-            weights="examples/conversion/convert_checkpoints.py import and export; checkpoint.pretrained_checkpoint "
-            "in the recipe names what import wrote",
+            weights="examples/conversion/convert_checkpoints.py import and export; set "
+            "checkpoint.pretrained_checkpoint in the recipe to the imported checkpoint",
             routers=megatron.MEGATRON.targets[0].routers,
         ),
     ),

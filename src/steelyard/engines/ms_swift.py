@@ -30,23 +30,23 @@ def _write(request: Request) -> Draft:
     if lost is not None:
         raise UserError(
             field="--to",
-            found=f"ms-swift for {chain.name}, whose config has {lost}",
-            expected="a model of full attention, with experts in every block or in none",
-            hint="export --to megatron, whose script carries it",
+            found=f"ms-swift for {chain.name}, whose config sets {lost}",
+            expected="a model with full attention, and with experts in every block or in none",
+            hint="export --to megatron, which supports it",
         )
     if view.precision not in ("bf16", "fp32", "fp8"):
         raise UserError(
             field="--to",
             found=f"ms-swift for a plan in {view.precision}",
             expected="bf16, fp32 or fp8",
-            hint="export --to megatron, whose script carries it",
+            hint="export --to megatron, which supports it",
         )
     balancing = [flag for flag in flags if flag.startswith(_BALANCING)]
     return Draft(
         files=(("swift.sh", _script(view, request, balancing)),),
         left_out=(
-            f"the model: MODEL is an id or folder with the config of {request.plan.model.name}",
-            "data, learning rate and number of steps: give them as arguments of the script",
+            f"the model: MODEL is an ID or folder with the config of {request.plan.model.name}",
+            "data, learning rate and number of steps: pass them as arguments of the script",
         ),
         launch=f"{request.variables}MODEL=NAME bash swift.sh --dataset NAME --train_iters 1000 --lr 3e-4",
         usage=("for DeepSpeed instead: export --to deepspeed, and swift sft --deepspeed ds_config.json",),
@@ -96,6 +96,6 @@ TARGET = Target(
     software="ms-swift 4.6.0",
     summary="swift.sh: arguments of megatron pt, which drives Megatron-Core",
     write=_write,
-    weights="--model reads those of Hugging Face and --save_safetensors true writes them; megatron export converts",
+    weights="--model reads the Hugging Face format and --save_safetensors true writes it; megatron export converts",
     routers=megatron.MEGATRON.targets[0].routers,
 )

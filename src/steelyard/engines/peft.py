@@ -40,15 +40,14 @@ DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "flo
 """Type of a frozen base by compute precision."""
 WITHOUT_TP = dimensions_of("dp", "fsdp", "dp+fsdp")
 _OTHERWISE = {
-    "adafactor": "Adafactor's rule: that of transformers keeps as much, and bounds steps by the size of the update, "
-    "not by that of the parameter",
-    "adamw-4bit": "blocks of 128 moments: transformers' have 256, and it takes no other number",
+    "adafactor": "Adafactor's update rule: transformers bounds steps by the size of the update, not of the parameter",
+    "adamw-4bit": "blocks of 128 moments: transformers uses 256 and accepts no other number",
 }
 
 
 def refuse_kind(train: Train) -> str | None:
     """Return why adapters are not supported, or None if they are plain LoRA."""
-    return None if train.is_plain else "whose files are written for plain LoRA alone"
+    return None if train.is_plain else "for which steelyard writes only plain LoRA"
 
 
 def one_of(names: Collection[str], words: str) -> Taken:
@@ -57,7 +56,7 @@ def one_of(names: Collection[str], words: str) -> Taken:
 
 
 OFFLOAD = replace(
-    one_of(("parameters",), "which has no copies of moments or activations that a plan says"),
+    one_of(("parameters",), "which cannot offload moments or activations as planned"),
     dimensions=dimensions_of("fsdp"),
 )
 """FSDP2's `CPUOffloadPolicy`, and in DeepSpeed ZeRO-3 with ``offload_param`` and ``offload_optimizer``."""
@@ -67,7 +66,7 @@ LEVERS: Mapping[str, Taken] = {
         dimensions=WITHOUT_TP,
         execution=lambda execution: replace(execution, adapters="autocast", shares_frozen_head=True),
     ),
-    "base": replace(one_of(("nf4",), "whose load_in_8bit multiplies in 8 bits (LLM.int8)"), dimensions=WITHOUT_TP),
+    "base": replace(one_of(("nf4",), "whose load_in_8bit also multiplies in 8 bits (LLM.int8)"), dimensions=WITHOUT_TP),
     "optimizer": one_of(OPTIM, "which has no such optimizer"),
 }
 

@@ -37,7 +37,7 @@ STYLES: Mapping[str, str] = {
     "logits": "logits",
 }
 """Names in the script of the module styles that it has stock calls for, by the first word of the style."""
-_BUFFERS = "memory as predicted: every stage has buffers for what it exchanges of all {} microbatches of a step"
+_BUFFERS = "memory as predicted: every stage keeps communication buffers for all {} microbatches of a step"
 _HEAD_NORMS = (".q_norm", ".k_norm", ".query_layernorm", ".key_layernorm")
 """Norms of a rank's heads if ranks divide heads."""
 _FUSED = "split_size"
@@ -69,15 +69,15 @@ def _write(request: Request) -> Draft:
         carried=(
             "every layer's own strategy: " + ", ".join(counts),
             f"precision: {plan.precision}",
-            "first weights, order of samples, AdamW, warm-up and clipping: as steelyard train with the same options",
+            "initial weights, sample order, AdamW, warm-up and clipping: as steelyard train with the same options",
         ),
         left_out=(
-            "checkpoints, resuming, loading of weights, dropout that no plan changes, run records and the checks of "
-            "steelyard's own runtime",
+            "checkpoints, resuming, loading weights, dropout that is independent of the plan, run records, "
+            "and the checks of steelyard's own runtime",
             *((_BUFFERS.format(plan.num_microbatches),) if plan.num_stages > 1 else ()),
         ),
         launch=f"{request.torchrun} {stem}.py --data PATH --steps 100",
-        usage=("the script reads the .json file of its own name beside it, or the one that --plan names",),
+        usage=("the script reads the .json file next to it with its own name, or the one of --plan",),
     )
 
 
@@ -85,33 +85,33 @@ def _refusals(plan: Plan, chain: ModelChain) -> Iterator[tuple[str, str, str]]:
     """Yield the parts of a plan or its model without stock calls, each with the supported form and an alternative."""
     train = "run the plan with `steelyard train`"
     if plan.levers:
-        own = "a target that starts steelyard's own runtime, which has it"
-        torchrun = "write it with --to torchrun, or plan without the options of levers"
+        own = "a target that starts steelyard's own runtime, which supports it"
+        torchrun = "export --to torchrun, or plan without these options"
         yield f"a plan with {plan.chosen_levers}", own, torchrun
     if plan.pipeline.schedule.splits_backward:
-        own = "a schedule whose backward passes are whole: stock calls do not split those of sharded layers"
+        own = "a schedule that does not split backward passes, because stock calls do not split those of sharded layers"
         yield f"a plan under {plan.schedule}", own, f"plan with another --schedule, or {train}"
     refuse_untold("pytorch", chain)
     if plan.precision == SCALES_LOSS:
         yield f"a plan in {SCALES_LOSS}", "bf16 or fp32: the script does not scale the loss", train
     if len(set(plan.stage_sizes)) > 1:
-        sizes, equal = ", ".join(map(str, plan.stage_sizes)), "stages of as many devices each, which are one mesh"
+        sizes, equal = ", ".join(map(str, plan.stage_sizes)), "stages of equal numbers of devices, which form one mesh"
         yield f"a plan with stages of {sizes} devices", equal, f"{train}, or plan with equal stages"
     if (shared := plan.shared_heads(chain)) is not None:
         degree, name, size = shared
-        whole = f"a tp degree that divides them: stock calls let no ranks share {name}"
+        whole = f"a tp degree that divides them, because with stock calls ranks cannot share {name}"
         yield f"a plan with tp {degree} over {size} {name}", whole, f"plan with --max-tp {size}, or {train}"
     others = sorted({dimension.name for strategy in plan.strategies for dimension in strategy.dimensions} - DIMENSIONS)
     if others:
-        known = f"a plan of {', '.join(sorted(DIMENSIONS))}"
+        known = f"a plan with only {', '.join(sorted(DIMENSIONS))}"
         yield f"a plan with {', '.join(others)}", known, f"plan with --space paper, or {train}"
     divided = {chain.type_of(layer) for layer, strategy in enumerate(plan.strategies) if strategy.tensor_degree > 1}
     reasons = (_why_not(chain), *(_why_no_tp(_split_styles(chain, layer_type)) for layer_type in divided))
     for reason in filter(None, reasons):
         yield (
             f"{chain.name} ({chain.family.model_type}){reason}",
-            "a model for token ids or classes of images, with one hidden state between blocks, and what its encoder "
-            "gives where it has one; experts without tp",
+            "a model of token ids or image classes, with one hidden state between blocks and at most one "
+            "encoder output; experts without tp",
             f"{train}, or --to torchrun for a script that starts it",
         )
 
@@ -130,7 +130,7 @@ def _why_not(chain: ModelChain) -> str:
     """
     split, task = chain.split, chain.family.task
     if not isinstance(split, ModelSplit):
-        return ", which is no model of transformers"
+        return ", which is not a transformers model"
     is_block = [chain.type_of(layer).role is LayerRole.BLOCK for layer in range(chain.num_layers)]
     calls = [split.call_of(layer) for layer in range(chain.num_layers) if is_block[layer]]
     plain = [each.model_copy(update={"num_results": None, "result": each.result or None}) for each in calls]
@@ -140,13 +140,13 @@ def _why_not(chain: ModelChain) -> str:
     reasons = {
         f"samples are those of {task}": task not in _TASKS,
         "blocks read or return several states": split.streams or (encoder and (encoder.order or encoder.shape)),
-        "hidden state is not the first that blocks read and return": any(each != BlockCall() for each in plain),
+        "hidden state is not the first input and result of blocks": any(each != BlockCall() for each in plain),
         "blocks read something for each sample": split.sides_by_sample,
         "length is rounded up": split.multiple > 1,
-        "states have other places than tokens": any(
+        "states have positions other than tokens": any(
             layer_type.tokens != (1, 0) or len(layer_type.shape) not in (0, 2) for layer_type in split.kinds
         ),
-        "layers share more than tables": not all(path.endswith(_TABLE) for _, path in of_blocks),
+        "layers share more than embedding tables": not all(path.endswith(_TABLE) for _, path in of_blocks),
         "modules are not all trained, or hold blocks": split.resting or split.holders,
         "blocks convert their buffers": split.typed_buffers,
         "decoder begins with no token that its config names": encoder
@@ -164,7 +164,7 @@ def _why_no_tp(styles: Mapping[str, str]) -> str:
         is_whole = path.endswith(_HEAD_NORMS) or _is_gathered(path, styles)
         is_known = is_whole if word == "whole" else word in STYLES
         if not is_known or unknown or (word in ("columns", "rows") and _is_gathered(path, styles)):
-            return f" with tp, whose style {style!r} of {path} is more than stock calls"
+            return f" with tp, whose style {style!r} of {path} has no stock call"
     return ""
 
 
@@ -193,7 +193,7 @@ def _chain(chain: ModelChain, seq_len: int) -> dict[str, Any]:
     """Return the information on the model that the script needs besides its config, by paths of modules and
     parameters."""
     split = chain.split
-    assert isinstance(split, ModelSplit), "it was checked"
+    assert isinstance(split, ModelSplit), "checked above"
     layers = range(chain.num_layers)
     calls = {chain.type_of(layer): split.call_of(layer).num_results or 0 for layer in layers}
     return {
@@ -226,8 +226,8 @@ def _chain(chain: ModelChain, seq_len: int) -> dict[str, Any]:
 TARGET = Target(
     name="pytorch",
     software="torch 2.13 and transformers 5",
-    summary="a training script of stock calls that runs the plan, mixes per layer included, without steelyard",
+    summary="a training script of stock PyTorch calls that runs the plan (with a strategy per layer) without steelyard",
     write=_write,
-    weights="the script begins with new ones and writes none; steelyard train --init and --export-hf read and write "
-    "those of Hugging Face",
+    weights="the script starts from new weights and writes none; steelyard train --init and --export-hf read and "
+    "write the Hugging Face format",
 )

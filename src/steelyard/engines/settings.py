@@ -86,7 +86,7 @@ class Entries:
                 field=names[0],
                 found=repr(value),
                 expected=f"a whole number of {least} or more",
-                hint="write the number into the file in the place of names and calculations",
+                hint="write the number into the file instead of names and calculations",
             )
         return int(text)
 

@@ -33,8 +33,8 @@ def _write(request: Request) -> Draft:
     return Draft(
         files=((_FILE, yaml.safe_dump(content, sort_keys=False)),),
         left_out=(
-            f"the model: MODEL is an id or folder with the config of {request.plan.model.name}",
-            "data, learning rate and number of steps: give them as arguments",
+            f"the model: MODEL is an ID or folder with the config of {request.plan.model.name}",
+            "data, learning rate and number of steps: pass them as arguments",
             *(kept_gathered(request) if view.fsdp > 1 else ()),
             *peft.left_out(levers),
         ),
@@ -99,6 +99,6 @@ TARGET = Target(
     software="ms-swift 4.6.0",
     summary="swift_sft.yaml: arguments of swift sft, which drives transformers' trainer",
     write=_write,
-    weights="--model reads those of Hugging Face, and checkpoints are such",
+    weights="--model reads the Hugging Face format, and checkpoints have it",
     routers=ROUTERS_BY_RANK,
 )

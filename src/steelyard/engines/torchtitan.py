@@ -169,21 +169,22 @@ def _write(request: Request) -> Draft:
     if changes and not has_functions:
         raise UserError(
             field="--to",
-            found=f"torchtitan for a plan with --float8 {float8}, which 0.2 alone has, whose flavor differs",
-            expected="scales of rows, which a configuration function of 0.3 has",
+            found=f"torchtitan for a plan with --float8 {float8}, which only 0.2 supports, but its flavor differs "
+            "from the model",
+            expected="row scales, which 0.3 supports",
             hint="plan with --float8 rowwise",
         )
     is_whole = WHOLE_LOSS in options_in(request.plan.engine)
     left_out = {
-        "first weights, data and optimizer: those of torchtitan's own configuration": True,
-        "selective remat to the letter: torchtitan 0.3 also recomputes every second matrix product, which the price "
-        "counts; main keeps the regions that its models declare, which it does not": view.remat is Remat.SELECTIVE,
-        "communication hidden otherwise: torchtitan prefetches by FSDP's own order": view.shards > 1,
-        "how keys and values are gathered, to the letter: torchtitan takes PyTorch's own attention": view.cp > 1,
-        "tp without sp in the .toml: 0.2 always shards the sequence beside tp": view.tp > 1 and not view.sp,
-        "a .toml for torchtitan 0.2: its flavor differs from the model, which the .py files set right": changes,
-        f"configuration functions for torchtitan 0.3 and main, which have no scales {float8}": not has_functions,
-        "the loss in pieces of the sequence in the .toml: 0.2 takes the whole at once, and more memory": not is_whole
+        "initial weights, data and optimizer: set by torchtitan's own configuration": True,
+        "exact selective remat: torchtitan 0.3 also recomputes every second matrix product (included in the "
+        "price); main keeps the regions that its models declare (not included)": view.remat is Remat.SELECTIVE,
+        "order of prefetching: torchtitan uses FSDP's own": view.shards > 1,
+        "exact gathering of keys and values: torchtitan uses PyTorch's own context parallelism": view.cp > 1,
+        "tp without sp in the .toml: 0.2 always shards the sequence with tp": view.tp > 1 and not view.sp,
+        "a .toml for torchtitan 0.2: its flavor differs from the model (the .py files correct this)": changes,
+        f"configuration functions for 0.3 and main, which do not support --float8 {float8}": not has_functions,
+        "the chunked loss in the .toml: 0.2 computes the loss at once and needs more memory": not is_whole
         and not changes,
     }
     lines = (*changes, *(["config.loss = config.loss.loss_fn  # of the whole sequence at once"] if is_whole else []))
@@ -386,13 +387,13 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
         raise UserError(
             field="--cluster",
             found=f"{num_devices} devices for degrees of {replicas * shards * tp * cp * pp}",
-            expected="as many devices as the degrees of the file have ranks",
-            hint="name the cluster that runs the file",
+            expected="the product of the degrees of the file",
+            hint="pass the cluster that runs the file",
         )
     keeps = str(entries.get(f"{parallel}fsdp_reshard_after_forward", default="default"))
     parts = entries.get(*(f"{parallel}{version.cuts}" for version in (RELEASE, MAIN)))
     if parts and not (isinstance(parts, list) and all(isinstance(part, list) for part in parts)):
-        raise ValueError("the modules of the parts of the pipeline are no lists of names")
+        raise ValueError("the modules of the pipeline parts are not lists of names")
     schedule = str(entries.get(f"{parallel}pipeline_parallel_schedule", default=USUAL.torchtitan_name))
     local = entries.number("training.local_batch_size")
     micro_batch = entries.number(f"{parallel}pipeline_parallel_microbatch_size") if pp > 1 else local
@@ -494,11 +495,13 @@ TORCHTITAN = Engine(
         Target(
             name="torchtitan",
             software="torchtitan 0.3.0 (.py), main (_main.py) and 0.2.2 (.toml)",
-            summary="configuration functions and a TOML file: degrees, cuts, schedule, activation checkpointing, batch",
+            summary="configuration functions and a TOML file: degrees, pipeline split, schedule, activation "
+            "checkpointing, batch",
             write=_write,
-            weights="from Hugging Face by checkpoint.initial_load_path and initial_load_in_hf, to it by "
-            "checkpoint.last_save_in_hf; or scripts/checkpoint_conversion/convert_from_hf.py and convert_to_hf.py",
-            routers="the auxiliary loss of routers: torchtitan moves their biases instead",
+            weights="checkpoint.initial_load_path with initial_load_in_hf reads the Hugging Face format, "
+            "checkpoint.last_save_in_hf writes it; or use scripts/checkpoint_conversion/convert_from_hf.py "
+            "and convert_to_hf.py",
+            routers="the auxiliary loss of routers: torchtitan adjusts router biases instead",
         ),
     ),
 )

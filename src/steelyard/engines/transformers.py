@@ -41,13 +41,13 @@ def _write(request: Request) -> Draft:
     if view.precision == "fp16" and view.fsdp > 1 and _shards_itself(view):
         raise UserError(
             field="--to",
-            found="transformers for a plan in fp16 with fsdp beside tp or ep",
-            expected="bf16, in which its DistributedConfig computes, or fsdp without them",
+            found="transformers for a plan in fp16 with fsdp together with tp or ep",
+            expected="bf16, the compute type of its DistributedConfig, or fsdp without tp and ep",
             hint="plan with --max-tp 1, or for --engine deepspeed",
         )
     levers = request.plan.chosen_levers
     left_out = [
-        f"{'' if 'optimizer' in levers.texts else 'optimizer, '}data and first weights: those of the training script"
+        f"{('' if 'optimizer' in levers.texts else 'optimizer, ')}data and initial weights: set by the training script"
     ]
     if _shards_itself(view):
         left_out.append(GATHERED_TAIL)
@@ -139,10 +139,10 @@ TRANSFORMERS = Engine(
         Target(
             name="transformers",
             software="transformers 5.23.0",
-            summary="arguments of TrainingArguments, and a DistributedConfig where there is tp or ep",
+            summary="TrainingArguments, and a DistributedConfig for tp or ep",
             write=_write,
-            weights="from_pretrained reads those of Hugging Face and save_pretrained writes them; accelerate "
-            "merge-weights CHECKPOINT OUT makes them of a sharded checkpoint",
+            weights="from_pretrained reads and save_pretrained writes the Hugging Face format; accelerate "
+            "merge-weights CHECKPOINT OUT converts a sharded checkpoint to it",
             routers=ROUTERS_BY_RANK,
         ),
     ),

@@ -122,7 +122,7 @@ class UniformPlan:
 
         remat = "no remat" if self.remat is Remat.NONE else f"{self.remat} remat of every block"
         if self.remat_blocks is not None:
-            remat = f"full remat of the first {self.remat_blocks} blocks of every stage"
+            remat = f"full remat of the first {self.remat_blocks} blocks per stage"
         return (
             f"parallelism: {', '.join(words) or 'one device'}",
             *((f"pipeline: {self.pipeline.schedule}, {cuts}",) if self.pipeline.num_stages > 1 else ()),
@@ -140,7 +140,7 @@ def describe_uniform(plan: Plan) -> str:
     view = UniformPlan.of(plan)
     text = str(strategy.without_remat())
     if view.remat is not Remat.NONE:
-        blocks = "" if view.remat_blocks is None else f" of {view.remat_blocks} blocks a stage"
+        blocks = "" if view.remat_blocks is None else f" of {view.remat_blocks} blocks per stage"
         text += f" remat={view.remat}{blocks}"
     return f"uniform {text}" + (f", {plan.num_stages} stages" if plan.num_stages > 1 else "")
 
@@ -158,7 +158,7 @@ def _parts(plan: Plan, first_block: int, last_block: int) -> tuple[PipelinePart,
     )
 
 
-ROUTERS_BY_RANK = "the auxiliary loss of routers over all data ranks: the model takes the samples of each by themselves"
+ROUTERS_BY_RANK = "the auxiliary loss of routers over all data ranks: the model computes it per data rank"
 """Line on the part of router training that trainers of Hugging Face's models do not carry over."""
 RENDEZVOUS_PORT = 29500
 """Port on the first host where the processes of several hosts meet."""
@@ -254,29 +254,29 @@ def export_plan(target: Target, request: Request) -> Draft:
     draft, plan = target.write(request), request.plan
     levers = (f"levers: {plan.chosen_levers}",) if plan.levers else ()
     own = draft.carried or UniformPlan.of(plan).carried
-    carried = (*own, *levers, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
+    carried = (*own, *levers, *((f"kept as asked: {', '.join(request.kept)}",) if request.kept else ()))
     trains_other = plan.chain().trains_routers and not target.starts_steelyard
     left_out = (*request.unsupported, *draft.left_out, *((target.routers,) if trains_other else ()))
     # as `steelyard train` sets it
-    allocator = f"export {VARIABLE}={SETTING}, so that the memory of a nearly full device holds fewer holes"
+    allocator = f"export {VARIABLE}={SETTING} (reduces memory fragmentation)"
     has_gpus = request.cluster is None or request.cluster.device.is_gpu
     usage = (
         f"{'once' if target.starts_all_hosts else request.hosts}: {draft.launch}",
         *draft.usage,
         f"weights: {target.weights}",
         *_vocabulary(target, plan),
-        *((f"before it: {allocator}",) if has_gpus and not target.starts_steelyard else ()),
+        *((f"before launching: {allocator}",) if has_gpus and not target.starts_steelyard else ()),
     )
     lines = (
         f"For {target.software}, written by steelyard export.",
-        *(("Asked for and given up:",) if request.given_up else ()),
+        *(("Given up:",) if request.given_up else ()),
         *(f"  {line}" for line in request.given_up),
-        f"{plan.model.name} on {plan.cluster}: {plan.global_batch} samples of {plan.seq_len} tokens a step, "
-        f"{plan.precision}, {plan.num_devices} devices.",
+        f"{plan.model.name} on {plan.cluster}: {plan.global_batch} samples of {plan.seq_len} tokens per "
+        f"step, {plan.precision}, {plan.num_devices} devices.",
         request.headline,
         "Carried over:",
         *(f"  {line}" for line in carried),
-        "Not carried over:" if left_out else "Not carried over: nothing of the plan is lost.",
+        "Not carried over:" if left_out else "Not carried over: nothing; the whole plan is carried over.",
         *(f"  {line}" for line in left_out),
         "How to use it:",
         *(f"  {line}" for line in usage),
@@ -293,8 +293,8 @@ def refuse_own_module(name: str, chain: ModelChain) -> None:
     if chain.split.module:
         raise UserError(
             field="--to",
-            found=f"{name} for {chain.split.module}, a module of your own",
-            expected="a model of transformers, which other frameworks know by its config",
+            found=f"{name} for {chain.split.module}, your own module",
+            expected="a transformers model, which other frameworks build from its config",
             hint="train it with steelyard.parallelize (docs/how-to/your-own-model.md)",
         )
 
@@ -306,7 +306,7 @@ def refuse_untold(name: str, chain: ModelChain) -> None:
         raise UserError(
             field="--to",
             found=f"{name} for a plan that freezes {chain.freeze.of}",
-            expected="a plan that trains all of the model: what is frozen is not written for other frameworks",
+            expected="a plan that trains the whole model, because exports do not carry frozen parameters",
             hint="train it with steelyard train, or plan without --freeze",
         )
 
@@ -317,7 +317,7 @@ def _vocabulary(target: Target, plan: Plan) -> tuple[str, ...]:
     if not chain.family.task.reads_text:
         return ()
     if target.vocabulary_unit is None:
-        return (f"vocabulary: {chain.vocab_size} tokens, which are not padded",)
+        return (f"vocabulary: {chain.vocab_size} tokens, not padded",)
     unit = target.vocabulary_unit * plan.strategies[0].degree(TP)
     padded = -(-chain.vocab_size // unit) * unit
     return (f"vocabulary: {chain.vocab_size} tokens, padded to {padded}, a multiple of {unit}",)

@@ -405,7 +405,7 @@ def _unnamed_network(text: str, gigabits: float, rows: Mapping[str, LinkRow]) ->
     return InvalidClusterError(
         field="network",
         found=f"{text!r}, a bandwidth",
-        expected="the name of a link, which says its latency, too, and how many ports of it a node has",
+        expected="a link name, which defines the latency, with the number of ports per node",
         hint=f"write --network {names[-1]}, or 8x{names[-1]} for eight ports ({rates[names[0]]:g} Gbit/s each: "
         f"{', '.join(names)}; all: {', '.join(rates)})",
     )
@@ -432,7 +432,7 @@ def _look_up(name: str, rows: Mapping[str, RowT], *, field: str) -> RowT:
         raise InvalidClusterError(
             field=field,
             found=repr(name),
-            expected=f"a {field} of the catalogue, or one described in full in a cluster file",
+            expected=f"a {field} of the catalogue, or one fully described in a cluster file",
             hint=f"did you mean {' or '.join(longer)}?" if longer else nearest(key, names),
         )
     return rows[key]

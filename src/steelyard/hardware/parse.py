@@ -29,9 +29,9 @@ def parse_cluster(text: str) -> Cluster:
     if found.is_mixed:
         raise InvalidClusterError(
             field="cluster",
-            found=f"{found.name}, which has {len(found.pools)} pools of unlike devices",
+            found=f"{found.name}, a mixed cluster of {len(found.pools)} device groups",
             expected="a cluster of one device type",
-            hint="name one of the pools; `plan`, `explain` and `frontier --price` take several",
+            hint="name one of the groups; `plan`, `explain` and `frontier --price` accept several",
         )
     return found
 
@@ -54,9 +54,9 @@ def parse_pools(text: str) -> Cluster:
         if names.count(name) > 1:
             raise InvalidClusterError(
                 field="cluster",
-                found=f"{name} in two pools",
-                expected="each device once",
-                hint="add up their nodes into one pool, or describe pools of the same device in a cluster file",
+                found=f"{name} in two device groups",
+                expected="each device type once",
+                hint="combine their nodes into one group, or describe groups of the same device in a cluster file",
             )
     return joined_pools(pools, _assumed_links(pools))
 
@@ -211,7 +211,10 @@ def cluster_of(file: files.ClusterFile | files.PoolsFile, *, name: str) -> Clust
         return Cluster(groups=(_group_of(file, name),))
     if len(file.pools) < 2:
         raise InvalidClusterError(
-            field="pools", found=str(len(file.pools)), expected="two or more", hint="write a single pool as a cluster"
+            field="pools",
+            found=str(len(file.pools)),
+            expected="two or more",
+            hint="leave pools: out for a single group",
         )
     groups, links = [], file.links or (file.link,) * len(file.pools)
     for spec, entry in itertools.zip_longest(file.pools, links[: len(file.pools)]):

@@ -78,7 +78,7 @@ class Device:
             raise InvalidClusterError(
                 field=f"device {self.name!r}: backend",
                 found=f"{self.backend} for a {self.type}",
-                expected="a backend for processes of a host, such as gloo",
+                expected="a backend for CPU processes, such as gloo",
                 hint="write backend: gloo, or kind: gpu",
             )
         for dtype, rate in self.peak_flop_per_s.items():
@@ -129,7 +129,7 @@ class Device:
             raise InvalidClusterError(
                 field="memory",
                 found=f"device {self.name!r}, whose memory is not stated",
-                expected="the bytes that one device (for cpu: one process) may use",
+                expected="the memory that one device (for cpu: one process) may use",
                 hint="pass for example --memory 4GiB, or write memory_GiB in the cluster file",
             )
         return self.memory_bytes
@@ -287,7 +287,7 @@ class Cluster:
                 raise InvalidClusterError(
                     field="pools",
                     found=f"{name!r} twice" if names.count(name) > 1 else repr(name),
-                    expected="a name of its own for each pool, without a plus",
+                    expected="a unique name for each device group, without a plus",
                     hint="add name: to each of them",
                 )
         vendors = {each.device.vendor: each.name for each in self.groups if each.device.vendor}
@@ -295,14 +295,14 @@ class Cluster:
             raise InvalidClusterError(
                 field="cluster",
                 found=" and ".join(f"{name} of {vendor.upper()}" for vendor, name in vendors.items()),
-                expected="GPUs of one vendor: ranks are one process group, and NCCL and RCCL do not talk to each other",
-                hint=f"plan for each alone, as in --cluster {next(iter(vendors.values()))}",
+                expected="GPUs of one vendor, because NCCL and RCCL cannot share a process group",
+                hint=f"plan for each vendor separately, for example --cluster {next(iter(vendors.values()))}",
             )
         if None in self.links:
             raise InvalidClusterError(
                 field="link",
-                found=f"{len(names) - self.links.count(None)} for {len(names)} pools",
-                expected="the link that joins the pools",
+                found=f"{len(names) - self.links.count(None)} for {len(names)} device groups",
+                expected="the link between the device groups",
                 hint="name one in the cluster file, for example link: infiniband-hdr",
             )
 
@@ -378,7 +378,7 @@ class Cluster:
 
     def __str__(self) -> str:
         links = ", ".join(dict.fromkeys(link.name for link in self.links if link is not None))
-        return " + ".join(map(str, self.groups)) + (f"; {links} between pools" if links else "")
+        return " + ".join(map(str, self.groups)) + (f"; {links} between device groups" if links else "")
 
 
 def joined_pools(pools: Sequence[Cluster], links: Sequence[Link | None]) -> Cluster:

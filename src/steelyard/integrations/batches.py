@@ -61,8 +61,8 @@ def check_task(plan: Plan) -> None:
         raise UserError(
             field="plan",
             found=f"a plan for {task}",
-            expected=f"one for {', '.join(_READ)}, whose batches data collators make",
-            hint="train in your own loop (steelyard.parallelize), or by steelyard train",
+            expected=f"a plan for {', '.join(_READ)}, whose batches come from data collators",
+            hint="train in your own loop (steelyard.parallelize) or with steelyard train",
         )
 
 
@@ -71,12 +71,12 @@ def planned_batch(given: Mapping[str, Any], plan: Plan) -> PlannedBatch:
     task = plan.chain().family.task
     name = _READ[task]
     if name not in given or given.get("labels") is None:
-        raise _cannot(f"a batch of {', '.join(given)}", f"{name} and labels, as data collators make them")
+        raise _cannot(f"a batch of {', '.join(given)}", f"{name} and labels, as from data collators")
     unknown = sorted(key for key in given if key not in (*_KNOWN, name) and given[key] is not None)
     if unknown:
         raise _cannot(
             f"a batch with {', '.join(unknown)}",
-            f"{name}, labels and a mask of padding alone",
+            f"only {name}, labels and a padding mask",
             "pack without padding_free (TRL: packing_strategy='wrapped')" if "cu_seq_lens_q" in unknown else "",
         )
     inputs, labels = given[name], given["labels"]
@@ -97,7 +97,7 @@ def planned_batch(given: Mapping[str, Any], plan: Plan) -> PlannedBatch:
         labels = functional.pad(labels, (0, plan.seq_len - labels.shape[1]), value=IGNORED)
     count = len(inputs)
     if count > plan.global_batch:
-        raise _cannot(f"{count} samples", f"at most the {plan.global_batch} of the plan's global batch")
+        raise _cannot(f"{count} samples", f"at most {plan.global_batch}, the plan's global batch")
     return PlannedBatch(
         samples=Samples(inputs=_filled(inputs, plan, 0), labels=_filled(labels, plan, IGNORED)),
         num_targets=max(1, int((labels != IGNORED).sum())),
@@ -115,18 +115,18 @@ def _per_sample(given: Mapping[str, Any], tokens: Tensor, missing: int, *, is_ca
     mask, places = given.get("attention_mask"), given.get("position_ids")
     types, decoder_ids = given.get("token_type_ids"), given.get("decoder_input_ids")
     if mask is not None and mask.ndim > 2:
-        raise _cannot("attention masks of the batch's own", "a mask of padding")
+        raise _cannot("an attention mask with more than two dims", "a padding mask")
     if types is not None and types.any():
-        raise _cannot("token_type_ids other than 0", "one segment in each sample")
+        raise _cannot("token_type_ids other than 0", "one segment per sample")
     if decoder_ids is not None:
         shifted = given["labels"][:, :-1]
         if ((shifted != IGNORED) & (decoder_ids[:, 1:] != shifted)).any():
-            raise _cannot("decoder_input_ids of the batch's own", "the labels, shifted by one place")
+            raise _cannot("decoder_input_ids that differ from the labels", "the labels, shifted by one place")
     found = {}
     if places is not None and (places != torch.arange(tokens.shape[1])).any():
         found["position_ids"] = functional.pad(places.expand_as(tokens), (0, missing))
     if is_causal and mask is not None and (mask[:, 1:].bool() & ~mask[:, :-1].bool()).any():
-        raise _cannot("padding before tokens", "padding behind the tokens", "set padding_side='right' of the tokenizer")
+        raise _cannot("padding before tokens", "padding after the tokens", "set the tokenizer's padding_side='right'")
     has_padding = not is_causal and (missing or (mask is not None and not mask.all()))
     if has_padding or (found and mask is not None):  # with a mask transformers does not separate packed sequences
         mask = torch.ones_like(tokens) if mask is None else mask.long()

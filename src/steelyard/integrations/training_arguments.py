@@ -26,13 +26,13 @@ _OF_LEVER: Mapping[str, tuple[str, ...]] = {
 _ENGINES = ("fsdp", "deepspeed", "parallelism_config", "auto_find_batch_size")
 """Arguments that choose the parallelism of the model, or the batch."""
 _ELSEWHERE: Mapping[str, str] = {
-    "label_smoothing_factor": "the loss is computed in the last layer of the plan, without smoothing",
-    "use_liger_kernel": "the modules of the model are planned as they are",
-    "neftune_noise_alpha": "the embedding is planned as it is",
+    "label_smoothing_factor": "the last layer of the plan computes the loss without smoothing",
+    "use_liger_kernel": "the plan assumes unchanged modules",
+    "neftune_noise_alpha": "the plan assumes an unchanged embedding",
     "fp16_full_eval": "evaluation computes in the precision of the plan",
     "bf16_full_eval": "evaluation computes in the precision of the plan",
-    "eval_use_gather_object": "every rank has all predictions already",
-    "activation_offloading": "the plan decides what moves to the host: steelyard plan --offload",
+    "eval_use_gather_object": "every rank already has all predictions",
+    "activation_offloading": "the plan decides about offload: steelyard plan --offload",
 }
 """Arguments that must stay unset, with the reason."""
 _EPSILON = 1e-8
@@ -74,16 +74,18 @@ def _contradictions(args: TrainingArguments, plan: Plan) -> Iterator[UserError]:
     yield from _of_batch(args, plan)
     for name in ("bf16", "fp16"):
         if getattr(args, name) and plan.precision != name:
-            yield _wrong(name, args, f"{name}=False, since the plan computes in {plan.precision}", "--precision")
+            yield _wrong(name, args, f"{name}=False, because the plan computes in {plan.precision}", "--precision")
     for name in _ENGINES:
         if getattr(args, name):
-            yield _wrong(name, args, "nothing, since the plan divides the model and its batch", "other degrees")
+            yield _wrong(name, args, "nothing, because the plan divides the model and the batch", "other degrees")
     yield from _of_levers(args, plan)
     for name, reason in _ELSEWHERE.items():
         if getattr(args, name, None):
             yield _wrong(name, args, f"nothing: {reason}", "")
     if args.save_only_model and args.load_best_model_at_end and plan.chain().has_adapters:
-        yield _wrong("save_only_model", args, "False, since adapters alone are not read back at the end", "")
+        yield _wrong(
+            "save_only_model", args, "False, because a checkpoint with only adapters cannot be reloaded at the end", ""
+        )
     if getattr(args, "loss_type", "nll") != "nll":
         yield _wrong("loss_type", args, "nll, the loss of the plan's last layer", "")
 
@@ -98,24 +100,24 @@ def _of_batch(args: TrainingArguments, plan: Plan) -> Iterator[UserError]:
         "gradient_accumulation_steps": plan.num_microbatches,
     }.items():
         if getattr(args, name) not in (defaults[name], planned):
-            yield _wrong(name, args, f"{planned}, since the plan has {whole}", "--global-batch, --microbatches")
+            yield _wrong(name, args, f"{planned}, because the plan has {whole}", "--global-batch, --microbatches")
     length = getattr(args, "max_length", None)
     if length is not None and length > plan.seq_len and length != defaults["max_length"]:
-        yield _wrong("max_length", args, f"at most the {plan.seq_len} tokens of the plan's samples", "--seq-len")
+        yield _wrong("max_length", args, f"at most {plan.seq_len}, the plan's sequence length", "--seq-len")
 
 
 def _of_levers(args: TrainingArguments, plan: Plan) -> Iterator[UserError]:
     defaults, levers = _defaults(args), plan.chosen_levers
     recomputes = any(strategy.remat is not Remat.NONE for strategy in plan.strategies)
     if args.activation_checkpointing and not recomputes and defaults["gradient_checkpointing"] is not True:
-        yield _wrong("activation_checkpointing", args, "False, since the plan recomputes nothing", "--remat")
+        yield _wrong("activation_checkpointing", args, "False, because the plan recomputes nothing", "--remat")
     if args.torch_compile and levers.value(CompiledBlocks).word == OFF:
-        yield _wrong("torch_compile", args, "False, since the plan compiles nothing", "--compile blocks")
+        yield _wrong("torch_compile", args, "False, because the plan compiles nothing", "--compile blocks")
     word = levers.value(Optimizer).word
     if args.optim not in (defaults["optim"], *_OF_LEVER.get(word, ())):
         yield _wrong("optim", args, f"the optimizer of the plan, {word}", "--optimizer")
     if args.adam_epsilon != _EPSILON:
-        yield _wrong("adam_epsilon", args, f"{_EPSILON}, which the optimizers of plans have", "")
+        yield _wrong("adam_epsilon", args, f"{_EPSILON}, the value of a plan's optimizers", "")
 
 
 def _wrong(name: str, args: TrainingArguments, expected: str, option: str) -> UserError:

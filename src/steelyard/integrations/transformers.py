@@ -63,9 +63,9 @@ from steelyard.runtime.state import RunState
 from steelyard.runtime.weights import export_weights, load_weights
 
 _REFUSED: Mapping[str, str] = {
-    "model_init": "a model: a plan is for one",
+    "model_init": "a model, because a plan is for one model",
     "compute_loss_func": "the loss of the model, which the last layer of the plan computes",
-    "optimizers": "the optimizer of the plan (steelyard plan --optimizer), of the learning rates of the arguments",
+    "optimizers": "the optimizer of the plan (steelyard plan --optimizer) with the learning rates of the arguments",
     "optimizer_cls_and_kwargs": "the optimizer of the plan (steelyard plan --optimizer)",
     "quantization_config": "the base of the plan (steelyard plan --base)",
 }
@@ -94,12 +94,12 @@ class PlanTrainer(Trainer):
             if given.get(name) not in (None, (None, None)):
                 raise UserError(field=name, found=type(given[name]).__name__, expected=expected, hint="leave it out")
         if args is None:
-            raise UserError(field="args", found="None", expected="training arguments", hint="give TrainingArguments(…)")
+            raise UserError(field="args", found="None", expected="training arguments", hint="pass TrainingArguments(…)")
         if not dist.is_initialized():
             raise InvalidPlanError(
                 field="plan",
-                found=f"a plan of {self.plan.num_devices} processes, and no process group",
-                expected="one process of those that torchrun starts",
+                found=f"a plan for {self.plan.num_devices} processes, but no process group",
+                expected="a process started by torchrun",
                 hint=f"start the script with torchrun --nproc-per-node {self.plan.num_devices}",
             )
         check_task(self.plan)
@@ -111,8 +111,8 @@ class PlanTrainer(Trainer):
             raise UserError(
                 field="accelerate",
                 found="FSDP" if self.is_fsdp_enabled else "DeepSpeed",
-                expected="nothing: the plan divides the model",
-                hint="start the script with torchrun, without a configuration of accelerate",
+                expected="nothing, because the plan divides the model",
+                hint="start the script with torchrun, without an accelerate configuration",
             )
         _check_routers(self.model, self.plan)
         for module in self.model.modules():  # TRL replaces the model's forward pass, with the loss of its head
@@ -374,7 +374,7 @@ class _ThisRank(nn.Module):
         raise UserError(
             field="model",
             found="a forward pass of the model",
-            expected="steps of the trainer: a rank has a part of the model",
+            expected="the trainer's own steps, because a rank has only a part of the model",
             hint="override training_step, or save the model and load it elsewhere",
         )
 
@@ -402,7 +402,7 @@ def _check_routers(model: nn.Module, plan: Plan) -> None:
         raise InvalidPlanError(
             field=f"model.config.{ROUTER_LOSS}",
             found=f"{given} in the model",
-            expected=f"{not given}, as in the plan's model",
+            expected=f"{not given}, the value of the plan's model",
             hint=f"plan for a config with {ROUTER_LOSS}: {str(given).lower()}, or set it in the model (TRL: "
             "router_aux_loss_coef, 0.0 for none)",
         )

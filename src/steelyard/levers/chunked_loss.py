@@ -43,7 +43,7 @@ class ChunkedLoss(Lever):
             raise UserError(
                 field="--loss",
                 found=repr(text),
-                expected=f"whole, chunked, or chunked: and a number of chunks of 2 to {_MOST}",
+                expected=f"whole, chunked, or chunked:N with N chunks, 2 to {_MOST}",
                 hint=f"write for example chunked:{_USUAL}",
             )
         return cls(int(count or _USUAL))

@@ -43,11 +43,11 @@ class CompiledBlocks(WordLever):
     def objections(self, asked: Asked) -> Iterator[Objection]:
         """Object to a module of the user's own, and to quantized weights."""
         if asked.chain.split.module:
-            own = f"for {asked.chain.name}, a module of your own"
-            yield own, "a model of transformers", "leave --compile out"
+            own = f"for {asked.chain.name}, your own module"
+            yield own, "a transformers model", "leave --compile out"
         if "base" in asked.levers:
-            whole = "weights in full precision: kernels that make quantized ones whole are not compiled"
-            yield "beside --base", whole, "leave --compile or --base out"
+            whole = "unquantized weights, because dequantization kernels are not compiled"
+            yield "together with --base", whole, "leave --compile or --base out"
 
     def check_host(self, device_type: DeviceType) -> None:
         """Raise `UserError` if this host has no compiler for the code that torch.compile generates."""
@@ -59,7 +59,7 @@ class CompiledBlocks(WordLever):
         if not is_there:
             raise UserError(
                 field="--compile",
-                found=f"no compiler on this host for code of torch.compile on a {device_type.upper()}",
+                found=f"no compiler on this host for torch.compile on a {device_type.upper()}",
                 expected=needed,
                 hint="install it, or plan without --compile",
             )
@@ -67,14 +67,14 @@ class CompiledBlocks(WordLever):
     def refusal(self, strategy: Divided) -> str | None:
         """Refuse cp and ep: attention to other ranks and exchanges between experts have untraced sizes."""
         if strategy.token_degree > 1:
-            return f"no cp with --{self.name} {self}: attention over other ranks' tokens is not compiled"
+            return f"no cp with --{self.name} {self}: attention over the tokens of other ranks is not compiled"
         if strategy.expert_degree > 1:
-            return f"no ep with --{self.name} {self}: exchanges of tokens between experts are not compiled"
+            return f"no ep with --{self.name} {self}: the all-to-all of tokens is not compiled"
         return None
 
     def weight_pass_refusal(self) -> str:
         """Refuse weight passes: the backward pass of a compiled block is one function."""
-        return f"--{self.name} {self}: the backward pass of a compiled block is one function"
+        return f"--{self.name} {self}: the backward pass of a compiled block is one function and cannot be split"
 
     def change(self, chain: ModelChain) -> ModelChain:
         """Return the model with compiled blocks."""

@@ -63,24 +63,24 @@ class Float8(WordLever):
     def objections(self, asked: Asked) -> Iterator[Objection]:
         """Object to adapters, to a module of the user's own, and to a device without fp8."""
         if asked.chain.has_adapters or "train" in asked.levers:
-            yield "beside adapters", "linear layers that are trained themselves", "leave --float8 or --train out"
+            yield "together with adapters", "trained linear layers", "leave --float8 or --train out"
         if asked.chain.split.module:
-            own = f"for {asked.chain.name}, a module of your own"
-            before = "convert the module by torchao.float8.convert_to_float8_training before, or leave --float8 out"
-            yield own, "a model of transformers", before
+            own = f"for {asked.chain.name}, your own module"
+            before = "convert the module with torchao.float8.convert_to_float8_training first, or leave --float8 out"
+            yield own, "a transformers model", before
         peak = _PRODUCTS[self.word].peak
         for device in asked.devices:
             if device.is_gpu and peak not in device.peak_flop_per_s:
                 yield (
-                    f"on {device.name!r}, which has no known rate in {peak}",
-                    f"a device that multiplies in {peak}, or whose cluster file says its rate",
+                    f"on {device.name!r}, whose {peak} rate is unknown",
+                    f"a device with a known {peak} rate",
                     f"leave --float8 out, or add {peak} to peak_TFLOPs of the device in the cluster file",
                 )
 
     def refusal(self, strategy: Divided) -> str | None:
         """Refuse ep: layers of divided experts are not traced with it."""
         if strategy.expert_degree > 1:
-            return f"no ep with --{self.name} {self}: layers of divided experts are not converted"
+            return f"no ep with --{self.name} {self}: sharded experts are not converted"
         return None
 
     def change(self, chain: ModelChain) -> ModelChain:

@@ -105,33 +105,33 @@ class Offload(WordLever):
     def objections(self, asked: Asked) -> Iterator[Objection]:
         """Object to another optimizer, to quantized weights, and to a GPU whose link to the host is not known."""
         if (self.moves_optimizer or self.moves_parameters) and Optimizer.name in asked.levers:
-            adamw = "AdamW in fp32, whose moments are copied in parts or updated on the host"
-            yield "beside another optimizer", adamw, "leave --optimizer or --offload out"
+            adamw = "AdamW with fp32 moments, the only one that offload copies in parts or updates on the host"
+            yield "together with another optimizer", adamw, "leave --optimizer or --offload out"
         if self.moves_parameters and "base" in asked.levers:
-            sharded = "weights that FSDP shards and copies, which quantized ones are not"
-            yield "beside --base", sharded, "leave --base or --offload out"
+            sharded = "unquantized weights, because FSDP does not shard and copy quantized ones"
+            yield "together with --base", sharded, "leave --base or --offload out"
         for device in asked.devices:
             if device.is_gpu and device.host_bytes_per_s is None:
                 yield (
-                    f"on {device.name!r}, whose link to the host is not known",
-                    "a device of which the cluster file says what copies from and to the host reach",
-                    "add host_GBps to the device in the cluster file: 24.8 over PCIe 4, 55 over PCIe 5",
+                    f"on {device.name!r}, whose link to the host is unknown",
+                    "a device with a known bandwidth to and from the host",
+                    "add host_GBps to the device in the cluster file: 24.8 for PCIe 4, 55 for PCIe 5",
                 )
 
     def refusal(self, strategy: Divided) -> str | None:
         """Refuse dp and ZeRO-1 or 2 for parameters, and selective remat for activations, which no hook sees."""
         if self.moves_parameters and strategy.replicas > 1:
-            return "dp would keep parameters on the host once for each of its ranks, and gradients on the device: fsdp"
+            return "parameters on the host need fsdp: dp would keep a host copy per rank, and gradients on the device"
         if self.moves_parameters and strategy.state_shards > 1 and strategy.keeps_gathered:
-            return "parameters on the host leave the device after every pass: ZeRO-3"
+            return "parameters on the host need ZeRO-3, because they leave the device after every pass"
         if self.moves_activations and strategy.remat == "selective":
-            return "what selective remat keeps is not copied to the host: no or full remat"
+            return "activations on the host need no remat or full remat: tensors kept by selective remat are not copied"
         return None
 
     def weight_pass_refusal(self) -> str | None:
         """Refuse weight passes: pending tensors stay on the device, and FSDP's hooks own gradients on the host."""
         if self.moves_activations or self.moves_parameters:
-            return f"--{self.name} {self}: what waits for a weight pass stays on the device"
+            return f"--{self.name} {self}: tensors that wait for a weight pass stay on the device"
         return None
 
     def effects(self, effects: Effects) -> Effects:

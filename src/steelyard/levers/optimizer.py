@@ -68,8 +68,8 @@ _MUON = MatrixUpdate(
     gathered_bytes=2,
 )
 _WHOLE = {
-    "adafactor": "adafactor takes means over whole rows and columns of a matrix",
-    "muon": "muon makes whole matrices orthogonal",
+    "adafactor": "adafactor averages over whole rows and columns of a matrix",
+    "muon": "muon orthogonalizes whole matrices",
 }
 """Reason why the optimizer needs whole matrices."""
 
@@ -93,11 +93,11 @@ class Optimizer(WordLever):
         freeze, types = asked.chain.freeze, enumerate(asked.chain.layers)
         blocks = [layer for layer, of in types if asked.chain.layer_types[of].role is LayerRole.BLOCK]
         if freeze is not None and all(map(freeze.is_whole, blocks)):
-            blocks_to_train = "blocks to train, whose matrices it makes orthogonal"
-            yield "for embedding and head alone", blocks_to_train, "leave --optimizer out, or freeze fewer layers"
+            blocks_to_train = "trained blocks, whose matrices muon orthogonalizes"
+            yield "with every block frozen", blocks_to_train, "leave --optimizer out, or freeze fewer layers"
         if asked.chain.has_adapters or (freeze is not None and any(part.paths for part in freeze.parts)):
-            part = f"for a part of the layers of {asked.chain.name}"
-            yield part, "layers that are trained whole or not at all", "leave --optimizer out, or freeze whole layers"
+            part = f"with some layers of {asked.chain.name} trained in part"
+            yield part, "layers that are fully trained or fully frozen", "leave --optimizer out, or freeze whole layers"
         for device in asked.devices:
             if not device.needs_profile and "bf16" not in device.peak_flop_per_s:
                 on = f"on {device.name!r}, which has no matrix units for bf16"

@@ -39,8 +39,8 @@ class QuantizedBase(WordLever):
     def objections(self, asked: Asked) -> Iterator[Objection]:
         """Object to a base that is trained itself."""
         if "train" not in asked.levers:
-            found = f"where all of {asked.chain.name} is trained"
-            adapters = "adapters, beside which the base stays as it is"
+            found = f"with all of {asked.chain.name} trained"
+            adapters = "adapters, with a frozen base"
             yield found, adapters, "add --train lora:r=16, or leave --base out"
 
     def effects(self, effects: Effects) -> Effects:
@@ -49,12 +49,12 @@ class QuantizedBase(WordLever):
 
     def change(self, chain: ModelChain) -> ModelChain:
         """Return the model with quantized linear layers."""
-        reason = "its weights are quantized, which are not divided"
+        reason = "quantized weights are not divided"
         layer_types = tuple(replace(each, no_tp=each.no_tp or reason) for each in chain.layer_types)
         return replace(chain, changes=(*chain.changes, self), layer_types=layer_types)
 
     def warning(self, chain: ModelChain) -> str:
         """Return a warning if the model has routed experts, which are not quantized."""
         if chain.has_experts:
-            return f"routed experts are not in {self}: linear layers are quantized, and experts are stacked"
+            return f"routed experts are not in {self}, because only linear layers are quantized"
         return ""

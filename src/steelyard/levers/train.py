@@ -41,21 +41,21 @@ KINDS = (
     *("ln_tuning", "loha", "lokr", "miss", "oft", "peanut", "pvera", "randlora", "road", "trainable_tokens", "vera"),
 )
 """Kinds of adapters in peft, by peft's names."""
-_DECOMPOSED = "whose first values are made of a decomposition of the weights, which a model without values has not"
-_SHARED = "of which all layers share trained parameters"
-_PROMPT = "which adds tokens or prefixes that flow along, and nothing in a layer"
+_DECOMPOSED = "whose initialization decomposes the weights, but the model is built without values"
+_SHARED = "whose trained parameters are shared by all layers"
+_PROMPT = "which adds virtual tokens or prefixes rather than adapters in layers"
 REFUSED = {
-    "adalora": "whose ranks a training loop changes by calls of its own",
+    "adalora": "whose ranks the training loop has to update",
     **dict.fromkeys(("adamss", "frod", "osf", "psoft"), _DECOMPOSED),
-    "boft": "which is another model where its own kernel cannot be compiled",
-    "shira": "which trains entries that are drawn from the weights themselves",
-    "supertuning": "which trains entries that are chosen by the weights themselves",
+    "boft": "whose result depends on whether its CUDA kernel compiles",
+    "shira": "which trains randomly chosen entries of the base weights",
+    "supertuning": "which trains entries of the base weights, chosen by their values",
     **dict.fromkeys(("lily", "tinylora", "unilora", "vblora"), _SHARED),
     **dict.fromkeys(("adaption_prompt", "cartridge", "cpt", "multitask_prompt_tuning"), _PROMPT),
     **dict.fromkeys(("p_tuning", "prefix_tuning", "prompt_tuning"), _PROMPT),
-    "waveft": "whose tensors have sizes that follow from values",
-    "poly": "which reads the task of each sample",
-    "shadow": "which is a model of its own",
+    "waveft": "whose tensor sizes depend on values",
+    "poly": "which needs a task id for each sample",
+    "shadow": "which is a separate model",
     "xlora": "which mixes other adapters",
 }
 """Kinds of adapters that peft has and the runtime cannot train, with the reason."""
@@ -91,9 +91,9 @@ class Train(Lever):
     name: ClassVar[str] = "train"
     offers: ClassVar[tuple[str, ...]] = ("lora:r=16", "qlora:r=16")
     help: ClassVar[str] = (
-        "Trained parameters: full, or adapters: lora:r=16,targets=all-linear (also alpha=, dropout=, rslora; targets: "
-        "ends of module paths, joined by +), qlora:r=16 (base in nf4), dora:r=16, or another adapter of peft with its "
-        "settings, as in oft:oft_block_size=32."
+        "Trained parameters: full, or adapters: lora:r=16,targets=all-linear (also alpha=, dropout=, rslora; "
+        "targets: ends of module paths, joined by +), qlora:r=16 (base in nf4), dora:r=16, or another PEFT "
+        "method with its settings, such as oft:oft_block_size=32."
     )
     result: ClassVar[Result] = "fewer trained parameters"
     adds_parameters: ClassVar[bool] = True
@@ -112,13 +112,11 @@ class Train(Lever):
         """Parse a text. Raise `UserError` for another form, an unknown kind, or a number out of range."""
         kind, _, rest = text.partition(":")
         if kind in REFUSED:
-            raise _wrong(
-                f"{kind}, {REFUSED[kind]}", "adapters in layers: " + ", ".join(KINDS), "write for example dora:r=16"
-            )
+            raise _wrong(f"{kind}, {REFUSED[kind]}", "one of " + ", ".join(KINDS), "write for example dora:r=16")
         if kind not in (FULL, *KINDS) or (kind == FULL and rest):
             raise _wrong(
                 text,
-                "full, lora, qlora or dora with r=, alpha=, targets=, dropout=, rslora; or another kind of peft: "
+                "full, lora, qlora or dora with r=, alpha=, targets=, dropout=, rslora; or another PEFT method: "
                 + ", ".join(KINDS),
                 nearest(kind, (FULL, "qlora", "dora", *KINDS)),
             )
@@ -129,15 +127,15 @@ class Train(Lever):
             key, equals, value = part.partition("=")
             key = _SHORT.get(key, key) if kind == LORA or key == "target_modules" else key
             if not key.isidentifier() or key in given or (key != "rslora" and not (equals and value)):
-                raise _wrong(part, "each once of a setting and its value", "write for example lora:r=16,alpha=32")
+                raise _wrong(part, "settings as KEY=VALUE, each once", "write for example lora:r=16,alpha=32")
             given[key] = value
         targets = tuple(filter(None, given.pop("targets", ALL_LINEAR if kind == LORA else "").split("+")))
         if kind != LORA:
             return cls(kind=kind, targets=targets, more=tuple(sorted(given.items())))
         if given.get("init_lora_weights", "").startswith(_FIRST_VALUES):
             raise _wrong(
-                f"init_lora_weights={given['init_lora_weights']}, {_DECOMPOSED}, or of data",
-                "first values that are drawn: true, false, gaussian, orthogonal",
+                f"init_lora_weights={given['init_lora_weights']}, {_DECOMPOSED}, or needs data",
+                "an initialization without weights or data: true, false, gaussian, orthogonal",
                 "leave it out",
             )
         if given.get("rslora", "") not in ("", "true", "false"):
@@ -196,22 +194,22 @@ class Train(Lever):
         """Object to a module of the user's own, whose linear layers peft does not see, and to kinds that peft does not
         support with quantized weights, or not identically."""
         if asked.chain.split.module:
-            own = f"for {asked.chain.split.module}, a module of your own"
-            yourself = "put adapters into the module yourself: what has no gradient is not trained"
-            yield own, "a model of transformers", yourself
+            own = f"for {asked.chain.split.module}, your own module"
+            yourself = "put adapters into the module yourself: parameters with requires_grad=False are not trained"
+            yield own, "a transformers model", yourself
         if "base" in asked.levers and not (self.kind == LORA and {key for key, _ in self.more} <= {"use_dora"}):
             plain = "lora or dora with r=, alpha=, targets=, dropout=, rslora"
-            yield "beside a quantized base", plain, "leave --base out"
+            yield "together with a quantized base", plain, "leave --base out"
 
     def change(self, chain: ModelChain) -> ModelChain:
         """Return the model with adapters; tp divides layers with LoRA if it divides their whole matrices."""
 
         def changed(layer_type: LayerType) -> LayerType:
             if not self.is_plain:
-                return replace(layer_type, no_tp=layer_type.no_tp or f"{self._word} adapters are not divided")
+                return replace(layer_type, no_tp=layer_type.no_tp or f"{self._word} adapters do not support tp")
             styles = set(chain.family.styles(layer_type).values())
             others = sorted(each.partition(":")[0] for each in styles if not _divides(each))
-            return replace(layer_type, no_tp=f"adapters are not divided beside {others[0]}") if others else layer_type
+            return replace(layer_type, no_tp=f"no tp for adapters with {others[0]}") if others else layer_type
 
         layer_types = tuple(map(changed, chain.layer_types))
         return replace(chain, changes=(*chain.changes, self), layer_types=layer_types)
@@ -226,12 +224,12 @@ class Train(Lever):
     def warning(self, chain: ModelChain) -> str:
         """Return a warning if routed experts have no adapters."""
         if chain.has_experts and _STACKED not in dict(self.more):
-            return f"routed experts have no adapters: they are stacked, of which {_STACKED}= names the matrices"
+            return f"routed experts have no adapters: name their stacked matrices with {_STACKED}="
         return ""
 
     def refusal(self, strategy: Divided) -> str | None:
         """Refuse ep with adapters other than plain LoRA."""
-        return f"{self._word} adapters go with no ep" if strategy.expert_degree > 1 and not self.is_plain else None
+        return f"{self._word} adapters do not support ep" if strategy.expert_degree > 1 and not self.is_plain else None
 
     @property
     def _word(self) -> str:

@@ -44,7 +44,7 @@ class Weights(WordLever):
             word = asked.levers["optimizer"]
             yield f"with --optimizer {word}", "adamw, adamw-8bit, adamw-4bit or sgd", "leave --optimizer out"
         for other in (each for each in _NOT_BESIDE if each in asked.levers):
-            yield f"beside --{other}", "parameters that are all trained, on the device", f"leave --{other} out"
+            yield f"together with --{other}", "trained parameters on the device only", f"leave --{other} out"
 
     def effects(self, effects: Effects) -> Effects:
         """Return the effects with kept and moved bytes halved; quantized moments are unchanged."""

@@ -303,7 +303,7 @@ class ModelChain(Layout):
         """Return warnings about the model and about sequences of this length, none of which prevents training."""
         of_changes = (change.warning(self) for change in self.changes)
         drops = ", ".join(self.split.layerdrop)
-        runs_all = f"every block runs in every step: layerdrop ({drops}) is not carried out" if drops else ""
+        runs_all = f"every block runs in every step: layerdrop ({drops}) is ignored" if drops else ""
         of_model = (self.left_out(), runs_all, self._unfused_attention(seq_len))
         told = tuple(filter(None, (*of_model, *of_changes)))
         if not self.family.task.reads_text or seq_len <= self.max_seq_len:
@@ -312,27 +312,22 @@ class ModelChain(Layout):
         return (
             *told,
             f"sequences of {seq_len:,} tokens are longer than the {self.max_seq_len:,} positions that {self.name} was "
-            f"made for ({longest[0] if longest else 'by default'}): it runs, but what it learned does not reach so far "
-            "unless its positions are rescaled",
+            f"made for ({(longest[0] if longest else 'by default')}): training runs, but pretrained weights may not "
+            "generalize to this length unless positions are rescaled (RoPE scaling)",
         )
 
     def left_out(self) -> str:
         """Describe the parts of the config's model that its task leaves out; empty if there are none."""
         task, config = self.family.task, self.config
-        planned = f"what is planned and trained is {task.auto_class}"
+        planned = f"planned and trained as {task.auto_class}"
         if task is Task.IMAGE_CLASSIFICATION and "text_config" in config:
-            return f"{planned}: the tower for images with a classifier, without that for text"
+            return f"{planned}: the image tower with a classifier, without the text tower"
         if task is Task.CAUSAL_LM and config.get("is_encoder_decoder") is True:
-            return (
-                f"{planned}, the decoder alone: for both name the class with the encoder in the config's architectures"
-            )
+            return f"{planned} (decoder only): to train the encoder too, name its class in the config's architectures"
         if self.split.text_alone:
-            return (
-                f"{planned} of the {TEXT_PART} alone, without what the model has for images or sound, since "
-                f"{self.split.text_alone}"
-            )
+            return f"{planned} of {TEXT_PART} only, without images or sound: {self.split.text_alone}"
         if self.features is None and task.reads_text and ({"vision_config", "audio_config"} & {*config}):
-            return f"{planned} on text alone: what the model has for images or sound is not trained"
+            return f"{planned} on text only: modules for images or sound are not trained"
         return ""
 
     def _unfused_attention(self, seq_len: int) -> str:
@@ -341,9 +336,8 @@ class ModelChain(Layout):
         if self.family.fused_attention or not has_heads or not self.family.task.reads_text:
             return ""
         return (
-            f"attention of {self.family.model_type} is planned and run step by step (attn_implementation eager): "
-            f"{seq_len:,} × {seq_len:,} scores of every head are made in memory, which takes more time and memory than "
-            "a fused kernel would"
+            f"attention of {self.family.model_type} has no fused kernel (attn_implementation eager): the "
+            f"{seq_len:,} × {seq_len:,} scores of every head are stored, which costs time and memory"
         )
 
     def known_seq_len(self, given: int | None) -> int:
@@ -358,7 +352,7 @@ class ModelChain(Layout):
         raise InvalidModelError(
             field="--seq-len",
             found=f"nothing for {self.name}",
-            expected="the tokens of a sample",
+            expected="the number of tokens per sample",
             hint=f"give for example --seq-len {min(_USUAL_TOKENS, self.max_seq_len)}",
         )
 
@@ -369,11 +363,11 @@ class ModelChain(Layout):
             what = "length of its sample" if self.family.task is Task.OWN else "patches of an image"
             expected, hint = f"{longest}, the {what}", f"give --seq-len {longest}, or leave it out"
         elif self.learned_positions and seq_len > longest:
-            expected, hint = f"{longest} or less, the positions that the model knows", "give a shorter --seq-len"
+            expected, hint = f"at most {longest}, the number of position embeddings", "give a shorter --seq-len"
         elif seq_len <= places:
             expected, hint = f"more than {places}, the tokens of an image", f"give --seq-len {2 * places}"
         elif seq_len % self.split.multiple:
-            expected = f"a multiple of {self.split.multiple}, to which the model pads what it reads"
+            expected = f"a multiple of {self.split.multiple}, to which the model pads its input"
             hint = f"give --seq-len {-(-seq_len // self.split.multiple) * self.split.multiple}"
         else:
             return
@@ -428,8 +422,8 @@ def nothing_left(name: str) -> InvalidModelError:
     """Return the error for freezing everything that the loss depends on."""
     return InvalidModelError(
         field="freeze",
-        found=f"all of {name} that its loss depends on",
-        expected="a part, so that something is left to train",
+        found=f"every parameter of {name} that affects its loss",
+        expected="a part, so that some parameters are trained",
         hint="freeze less",
     )
 
@@ -442,8 +436,8 @@ def _layer_types(chain: ModelChain, trained: list[_Trained]) -> Iterator[LayerTy
             yield layer_type
             continue
         of_it = "" if paths is None else "partly frozen" if paths else "frozen"
-        before = "behind what is frozen" if needed and paths != () else ""
-        beside = "" if needed or paths != () else "behind what is trained"
+        before = "after frozen layers" if needed and paths != () else ""
+        beside = "" if needed or paths != () else "after trained layers"
         names.append(f"{layer_type.name}, {' '.join(filter(None, (of_it, before, beside)))}")
         count = names.count(names[-1])
         name = f"{names[-1]} {count}" if count > 1 else names[-1]

@@ -97,7 +97,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         ("architectures",),
         lambda value: value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value)),
-        "a list of names of classes, or null",
+        "a list of class names, or null",
     ),
 )
 

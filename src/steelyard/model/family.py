@@ -49,9 +49,9 @@ class Routing:
         if top_k is None:
             raise InvalidModelError(
                 field="config.json",
-                found="no number of experts of a token",
+                found="no number of experts per token",
                 expected="one of " + ", ".join(TOP_K_KEYS),
-                hint="give it, or price an exchange that sends a token to each of its experts",
+                hint="add the key to config.json",
             )
         groups = config.get("n_group") or 1
         return cls(top_k=top_k, num_groups=groups, chosen_groups=config.get("topk_group") or groups)

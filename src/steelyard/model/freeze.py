@@ -55,7 +55,7 @@ class Freeze(_Part):
     @property
     def of(self) -> str:
         """Description of what is frozen: the patterns of the request."""
-        return " and ".join(self.patterns) or "what the module has without gradients"
+        return " and ".join(self.patterns) or "parameters with requires_grad=False"
 
     def of_layers(self, kept: Sequence[int]) -> "Freeze | None":
         """Return the frozen parts of a model with only some of the layers; None if nothing in them is frozen."""

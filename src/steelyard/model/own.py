@@ -51,9 +51,9 @@ class OwnInput(SplitPart):
 class OwnLayerType(SplitLayerType):
     """Layer type: its inputs, its results, and the tensors that flow on."""
 
-    no_tp: str = "what stands before and after the blocks of a module of one's own is not divided"
-    no_sp: str = "that norms may see a part of the sequence is not known of a module of one's own"
-    no_cp: str = "that every rank may compute its own tokens alone is not known of a module of one's own"
+    no_tp: str = "modules before and after the blocks of your own module are not divided"
+    no_sp: str = "it is unknown whether the norms of your own module may see a part of the sequence"
+    no_cp: str = "it is unknown whether ranks of your own module may compute their tokens independently"
     fingerprint: str
     """Fingerprint of the structure of its modules; see `steelyard.modules.own_split`."""
     reads: tuple[tuple[Place, Place], ...] = ()
@@ -119,7 +119,7 @@ class OwnSplit(SplitLayers):
     def _is_consistent(self) -> Self:
         check_layers("model.split", self.layers, [layer_type.role for layer_type in self.kinds], 1)
         if len(self.layers) != self.num_blocks + 2:
-            expected = f"{self.num_blocks + 2}: embedding, blocks and head"
+            expected = f"{self.num_blocks + 2} layers: embedding, blocks and head"
             raise wrong_split("model.split.layers", f"{len(self.layers)} layers", expected)
         for before, number in sorted({*pairwise(self.layers[:-1])}):
             _check_flow(f"model.split.kinds[{number}]", self.kinds[number], range(len(self.kinds[before].shapes)))

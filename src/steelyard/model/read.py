@@ -32,11 +32,11 @@ from steelyard.model.own import OwnSplit, Split
 from steelyard.model.split import SPLIT_VERSION, TEXT_PART, ModelSplit
 
 NOT_PLANNED = {
-    "albert": "use roberta or modernbert, whose blocks have weights of their own",
+    "albert": "use roberta or modernbert, whose blocks have separate weights",
     "flaubert": "use camembert, whose blocks need no special case",
     "hrm_text": "write a function that builds it, with a sample: docs/how-to/your-own-model.md",
-    "ibert": "use roberta, whose blocks are those of ibert without quantization",
-    "longcat_flash": "use deepseek_v3, all of whose experts compute",
+    "ibert": "use roberta, whose blocks are equal but not quantized",
+    "longcat_flash": "use deepseek_v3, which has no zero-computation experts",
     "longformer": "use led, or modernbert for a masked model",
     "prophetnet": "use bart or t5",
     "reformer": "use led, or a causal model of long sequences with cp",
@@ -58,16 +58,16 @@ def check_type(config: Mapping[str, Any]) -> None:
     if model_type in NOT_PLANNED:
         raise InvalidModelError(
             field="model_type",
-            found=f"{model_type}, which is not planned",
-            expected="a type that is trained today, as those of `steelyard models`",
+            found=f"{model_type}, which steelyard does not support",
+            expected="a supported type: `steelyard models` lists examples",
             hint=NOT_PLANNED[model_type],
         )
     tower = PAIRS.get(model_type)
     if tower is not None and (not tower or named != [tower]):
         raise InvalidModelError(
             field="model_type",
-            found=f"{model_type}, whose loss compares every image of a batch with every text",
-            expected=f"its image tower alone: {tower}" if tower else "a model of one tower",
+            found=f"{model_type}, whose contrastive loss compares every image of a batch with every text",
+            expected=f"the image tower only: {tower}" if tower else "a model with one tower",
             hint=f'write "architectures": ["{tower}"] into the config' if tower else "plan the image tower of clip",
         )
 
@@ -143,7 +143,8 @@ def load_model(name_or_path: str | Path, *, image_size: tuple[int, int] | None =
                 field="--image-size",
                 found=f"{image_size[0]}x{image_size[1]} for {config.get('model_type')}"
                 + (f", whose images are {own}" if own else ""),
-                expected="a model that reads any images: its vision_config has a spatial_merge_size and no image_size",
+                expected="a model that reads images of any size: its vision_config has a spatial_merge_size and no "
+                "image_size",
                 hint="leave the option out, or write vision_config.image_size into the config",
             )
         config = {
@@ -175,7 +176,7 @@ def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
         raise InvalidModelError(
             field="model",
             found=repr(text[:200]),
-            expected="a packaged model (its name or its id on the Hugging Face hub) or the path of a config.json",
+            expected="a packaged model (name or Hugging Face hub ID) or the path of a config.json",
             hint=_how_to_get(text) if _HUB_ID.fullmatch(text) else nearest(text, model_names()),
         )
     try:
@@ -194,12 +195,11 @@ _HUB_ID = re.compile(r"(?!\.)[\w.-]{1,96}/[\w.-]{1,96}(?<!\.json)")
 def _how_to_get(hub_id: str) -> str:
     """Return a hint on how to load a model of the hub that is not packaged."""
     similar = get_close_matches(hub_id, hub_names(), n=2, cutoff=0.7)
-    packaged = f" (packaged is {' and '.join(similar)})" if similar else ""
+    packaged = f" (similar packaged models: {', '.join(similar)})" if similar else ""
     folder = hub_id.rpartition("/")[2]
     return (
-        f"it is not packaged{packaged}; fetch its config where there is a network, with hf download {hub_id} "
-        f"config.json --local-dir {folder}, or from https://huggingface.co/{hub_id}/resolve/main/config.json, and give "
-        f"the path {folder}/config.json"
+        f"it is not packaged{packaged}; with network access run hf download {hub_id} config.json --local-dir {folder} "
+        f"(or fetch https://huggingface.co/{hub_id}/resolve/main/config.json), then pass {folder}/config.json"
     )
 
 
@@ -224,9 +224,9 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
         raise InvalidModelError(
             field="quantization_config",
             found=f"quantized weights (quant_method: {method})",
-            expected="a config whose weights are in the precision that computes",
-            hint="remove the entry; --train qlora:r=16, or lora:r=16 with --base int8, trains adapters beside "
-            "quantized weights, --precision fp8 computes in 8 bits",
+            expected="a config without quantization",
+            hint="remove the entry; for adapters on quantized weights use --train qlora:r=16, or lora:r=16 with "
+            "--base int8; for 8-bit compute use --precision fp8",
         )
     identity = config_hash(config)
     model_type = str(config.get("model_type", ""))
@@ -240,7 +240,7 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
             raise InvalidModelError(
                 field=TEXT_PART,
                 found="nothing",
-                expected=f"the config of a {split.model_type}, which alone is planned: {split.text_alone}",
+                expected=f"the config of the {split.model_type} text model: {split.text_alone}",
                 hint="give the config.json that the model was published with",
             )
         return chain_from_config({**text, "model_type": split.model_type}, name=name, split=split)
@@ -279,7 +279,7 @@ def _unknown(model_type: str) -> InvalidModelError:
     return InvalidModelError(
         field="model_type",
         found=repr(model_type) if model_type else "nothing",
-        expected=f"a type that the installed transformers knows, as {', '.join(sorted(known))}",
+        expected=f"a model type of the installed transformers, for example {', '.join(sorted(known))}",
         hint=nearest(model_type, known),
     )
 
@@ -295,7 +295,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
         raise InvalidModelError(
             field="config",
             found=str(error),
-            expected="values that JSON can hold",
+            expected="values that JSON supports",
             hint="give the content of config.json",
         ) from error
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

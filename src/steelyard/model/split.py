@@ -43,7 +43,7 @@ Token = Annotated[int, Field(ge=0, lt=MOST_SIZE)]
 
 def _permutation(order: tuple[int, ...]) -> tuple[int, ...]:
     if sorted(order) != list(range(len(order))):
-        raise ValueError(f"every number from 0 to {len(order) - 1} once")
+        raise ValueError(f"each number from 0 to {len(order) - 1} once")
     return order
 
 
@@ -71,7 +71,7 @@ def check_layers(field: str, layers: Sequence[int], roles: Sequence[LayerRole], 
         raise wrong_split(f"{field}.layers", f"layers of the roles {', '.join(found):.100}", expected)
     unused = {*range(len(roles))} - {*layers}
     if unused:
-        raise wrong_split(f"{field}.kinds[{min(unused)}]", "a layer type that no layer is of", "layer types")
+        raise wrong_split(f"{field}.kinds[{min(unused)}]", "a layer type without layers", "layer types")
 
 
 def wrong_split(field: str, found: str, expected: str) -> InvalidModelError:
@@ -428,7 +428,7 @@ class ModelSplit(SplitLayers):
         )
         layers = range(len(self.layers))
         if self.called and len(self.called) != len(self.block_layers(self.blocks)):
-            expected = f"{len(self.block_layers(self.blocks))}, one for each block"
+            expected = f"{len(self.block_layers(self.blocks))}, one per block"
             raise wrong_split("model.split.called", f"{len(self.called)} places", expected)
         for number, copies in enumerate(self.shared):
             where = f"model.split.shared[{number}]"
@@ -437,14 +437,14 @@ class ModelSplit(SplitLayers):
                 if not any(
                     path == each or path.startswith(f"{each}." * bool(each)) for each in self.modules(layer).values()
                 ):
-                    raise wrong_split(where, f"{path} in layer {layer}", "a path of what lies in the layer")
+                    raise wrong_split(where, f"{path} in layer {layer}", "the path of a module of the layer")
         for number, stream in enumerate(self.streams):
             where = f"model.split.streams[{number}]"
             check_place(f"{where}.maker", stream.maker, layers[:-1], "the layers before the head")
             for reader in stream.readers:
-                check_place(f"{where}.readers", reader, layers[stream.maker + 1 :], "the layers behind its maker")
+                check_place(f"{where}.readers", reader, layers[stream.maker + 1 :], "the layers after its maker")
             if not stream.readers or len(stream.most) not in (0, len(stream.shape)):
-                raise wrong_split(where, "no readers, or more limits than sizes", "readers, and a limit for each size")
+                raise wrong_split(where, "no readers, or more limits than sizes", "readers, and one limit per size")
         return self
 
     @property

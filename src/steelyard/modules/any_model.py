@@ -46,7 +46,7 @@ def found_once(content: str, folder: Path) -> ModelSplit | None:
     if known is not None:
         return known
     model_type = config["model_type"]
-    require_training(f"a model of type {model_type!r} is not packaged and has to be split by its structure")
+    require_training(f"a model of type {model_type!r} is not packaged and has to be split from its structure")
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
@@ -83,7 +83,7 @@ def changed_split_refused(split: Split, own: Callable[[], Split | None]) -> Iter
         place, value, expected = _first_difference(of_plan, found, "model.split")
         failure = f"{type(error).__name__}: {first_line(error)[:160]}"
         raise wrong_split(
-            place, f"{value!r}, on which layers fail ({failure})", f"{expected!r}, by the model"
+            place, f"{value!r}, for which layers fail ({failure})", f"{expected!r}, the value of the model"
         ) from error
 
 

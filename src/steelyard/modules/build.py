@@ -1,8 +1,8 @@
-"""Builds a model from its config with the unmodified `transformers` classes, and fills its layers with first weights.
+"""Build a model from its config with the unmodified `transformers` classes, and initialize the weights of its layers.
 
-The first weights of a layer depend on the seed and the layer's place in the chain alone: every plan, and one process
-without a plan, start from the same numbers, and a rank can make its own layers without the rest of the model. A
-parameter that several layers hold (a tied embedding) depends on the first of them.
+Initial weights of a layer depend only on the seed and the layer's place in the chain. Every plan, and one process
+without a plan, therefore start from the same numbers, and a rank can make its layers without the rest of the model. The
+weights of a parameter that several layers hold (a tied embedding) depend on the first of these layers.
 """
 
 import copy
@@ -37,12 +37,13 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 
 
 def hub_config(chain: ModelChain) -> PreTrainedConfig:
-    """The `transformers` config object of a chain; raises `InvalidModelError` where transformers refuses it."""
+    """Return the `transformers` config object of a chain. Raises `InvalidModelError` if transformers rejects it."""
     return read_hub_config(chain.family.model_type, chain.config)
 
 
 def read_hub_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedConfig:
-    """The `transformers` config object of a config.json; raises `InvalidModelError` where transformers refuses it."""
+    """Return the `transformers` config object of a config.json. Raises `InvalidModelError` if transformers rejects
+    it."""
     entries = {key: copy.deepcopy(value) for key, value in config.items() if key != "model_type"}  # it adds keys
     listed = entries.get("layer_types")
     for place, name in enumerate(remap_legacy_layer_types(listed) if isinstance(listed, list) else ()):
@@ -50,7 +51,7 @@ def read_hub_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedCon
             raise InvalidModelError(
                 field=f"layer_types.{place}",
                 found=repr(name),
-                expected="a layer type that transformers knows",
+                expected="a layer type of transformers",
                 hint=nearest(str(name), ALLOWED_LAYER_TYPES),
             )
     with _as_the_configs(model_type):
@@ -80,16 +81,16 @@ def _as_the_configs(model_type: str) -> Iterator[None]:
 
 
 def build_meta_model(chain: ModelChain) -> PreTrainedModel:
-    """The model for its task on the meta device: its structure, no memory.
+    """Build the model of a chain for its task on the meta device.
 
     Raises `InvalidModelError` for a user's own module, which only the user can build.
     """
     if chain.split.module:
         raise InvalidModelError(
             field="model",
-            found=f"a plan for {chain.split.module}, which is not of transformers",
+            found=f"a plan for {chain.split.module}, your own module",
             expected="the function that builds it",
-            hint="add --builder FILE.py:FUNCTION, with the file that you planned with (it is run)",
+            hint="add --builder FILE.py:FUNCTION, the file that you planned with (it is executed)",
         )
     model = build_from_config(hub_config(chain), chain.family.task, fused_attention=chain.family.fused_attention)
     prepare(model, chain.family.model_type)
@@ -100,7 +101,7 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
 def build_from_config(
     config: PreTrainedConfig, task: Task, *, fused_attention: bool, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """The model of a config for a task, to be trained, on the meta device."""
+    """Build the model of a config for training on a task, on the meta device."""
     auto_class = auto_class_of(config, task)
     options = {"attn_implementation": ATTENTION if fused_attention else "eager"}
     if _has_experts(config):
@@ -120,9 +121,10 @@ def build_from_config(
 
 
 def auto_class_of(config: PreTrainedConfig, task: Task) -> Any:
-    """The class of transformers that makes the model of a config for a task; None where the type has none.
+    """Return the transformers class that builds the model of a config for a task; None if there is none.
 
-    A decoder alone that transformers lists with those that have an encoder, as behind a tower of sound, is causal.
+    A model without an encoder that transformers lists among encoder-decoder models (such as one that reads sound)
+    counts as causal.
     """
     with_sound = [Task.SEQ2SEQ_LM] if task is Task.CAUSAL_LM and not config.is_encoder_decoder else []
     listed = [getattr(transformers, each.auto_class) for each in (task, *with_sound)]
@@ -156,12 +158,12 @@ def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
 
 
 def owner_of(model: nn.Module, path: str) -> nn.Module:
-    """The module that holds the parameter or buffer at a path of a model."""
+    """Return the module that holds the parameter or buffer at a path of a model."""
     return model.get_submodule(path.rpartition(".")[0])
 
 
 def named_layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, nn.Module]:
-    """The modules that make up one layer of the chain, by their names in the layer."""
+    """Return the modules of one layer of the chain, by their names in the layer."""
     if chain.split.module:
         return model.layer(layer)
     paths = chain.family.modules(layer)
@@ -169,12 +171,12 @@ def named_layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -
 
 
 def layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, nn.Module]:
-    """The modules of the Hugging Face model that make up one layer of the chain, by their path in the model."""
+    """Return the modules of one layer of the chain, by their paths in the Hugging Face model."""
     return {path: _module_at(model, chain, path) for path in chain.family.modules(layer).values()}
 
 
 def _module_at(model: PreTrainedModel, chain: ModelChain, path: str) -> nn.Module:
-    """The module at a path; in the place of one that holds blocks a module of its own parameters alone."""
+    """Return the module at a path; for one that holds blocks, return a module with only its own parameters."""
     module = model.get_submodule(path)
     if path not in chain.split.holders:
         return module
@@ -250,7 +252,7 @@ def materialize_layer(
 
 
 def materialize_module(model: PreTrainedModel, module: nn.Module, *, seed: int, device: torch.device) -> None:
-    """Allocate a module of a model on ``device`` and initialize its weights from the seed alone, in place."""
+    """Allocate a module of a model on ``device`` and initialize its weights from the seed, in place."""
     module.to_empty(device=device)
     _initialize(model, module, seed=seed, layer=0)
 
@@ -278,7 +280,7 @@ def _parameters_as_they_are(module: nn.Module) -> Iterator[None]:
 
 
 def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: int) -> None:
-    """Initialize the weights of a module from the seed and the layer alone, submodules first."""
+    """Initialize the weights of a module from the seed and the layer, submodules first."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed * _SEED_STRIDE + layer)
         for tensor in (*module.buffers(), *module.parameters()):
@@ -300,7 +302,7 @@ def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: 
 
 @torch.no_grad()
 def _fill_the_rest(module: nn.Module, config: PreTrainedConfig) -> None:
-    """Give parameters that only a constructor initializes (`Conv1D` of OpenAI's GPT) their usual first values."""
+    """Initialize parameters that otherwise only a constructor initializes (`Conv1D` of OpenAI's GPT)."""
     own = module.named_parameters(recurse=False)
     missing = {name: each for name, each in own if not is_fake(each) and each.isnan().any()}
     if not missing:
@@ -322,7 +324,7 @@ def _parts_of_their_own(model: PreTrainedModel) -> dict[nn.Module, PreTrainedMod
 
 
 def build_model(chain: ModelChain, *, seed: int, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """The whole unmodified model with the first weights that every plan starts from, on one device."""
+    """Build the whole unmodified model on one device, with the initial weights of every plan."""
     model = build_meta_model(chain)
     for layer in range(chain.num_layers):
         materialize_layer(model, chain, layer, seed=seed, device=torch.device(device))
@@ -339,9 +341,9 @@ def build_model(chain: ModelChain, *, seed: int, device: torch.device | str = "c
 
 
 def _tied_names(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """Pairs of parameters that transformers ties: the one that is replaced, and the one that takes its place.
+    """Return pairs of parameters that transformers ties: the replaced one, and the one that replaces it.
 
-    Of models that it makes of others (an encoder and a decoder), those of each.
+    Models composed of models (an encoder and a decoder) contribute the pairs of each.
     """
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for path, part in model.named_modules():

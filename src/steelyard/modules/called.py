@@ -1,8 +1,8 @@
-"""Modules and operations with numbers that alone make one tensor of another, each of what the one before returned.
+"""A chain of modules and scalar operations, each of which maps the previous result to the next tensor.
 
-An operation is written behind a colon as its name and its numbers, as ``:mul:0.5``; logits are scaled and capped so.
-``:select:1:0`` is what lies at place 0 of dim 1: a classifier reads the one token for the whole image.
-``:positions:PATH`` adds what the module at a path gives for the tokens' positions.
+An operation is written as its name and numbers after a colon: logits are scaled and capped by steps such as
+``:mul:0.5``. ``:select:1:0`` selects index 0 of dim 1: a classifier reads one token for the whole image.
+``:positions:PATH`` adds the output of the module at a path for the positions of the tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,11 +29,11 @@ _SPELLED = {"mul": "mul", "__mul__": "mul", "__rmul__": "mul", "div": "div", "__
 _ATTENTION = functional.scaled_dot_product_attention.__name__
 _ADDED = ("add", "__add__", "__radd__", "__iadd__")
 POSITIONS = ":positions:"
-"""Begins a step that adds what a module gives for positions."""
+"""Prefix of a step that adds the output of a module for positions."""
 
 
 def called_at(model: nn.Module, step: str) -> Callable[[Tensor, Context], Tensor]:
-    """A step as a function of a tensor and what a forward pass carries; a copy of it has copies of its module."""
+    """Return a step as a function of a tensor and the context of a forward pass; a copy of it copies its module."""
     path, *operation = step.split(":")
     if not operation:
         return partial(_of_tensor, model.get_submodule(path))
@@ -104,7 +104,7 @@ class CalledModules:
             (self._positions if are_positions else self._calls).append(call)
 
     def between(self, first: Tensor, last: Tensor) -> tuple[str, ...] | None:
-        """The steps (see `called_at`) that make ``last`` of ``first``; None where more is done than that."""
+        """Return the steps (see `called_at`) that map ``first`` to ``last``; None if other operations are involved."""
         found: list[_Call] = []
         now, version = first, first._version
         while not (_is(now, last) and last._version == version):
@@ -119,7 +119,7 @@ class CalledModules:
 
 
 class _Watched(TorchFunctionMode):
-    """Adds the operations that make a tensor of one and a number, or what is made of positions, to the calls."""
+    """Mode that records operations of a tensor with a number, and additions of a result for positions."""
 
     def __init__(self, calls: list[_Call], positions: list[_Call]) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _Watched(TorchFunctionMode):
 
 
 def _selected(index: Any) -> tuple[str, tuple[Any, ...]]:
-    """The operation with its numbers that an index is which takes one place of one dim; no operation for another."""
+    """Return the operation and its numbers for an index of one place of one dim; no operation for any other index."""
     entries = index if isinstance(index, tuple) else (index,)
     dims = [dim for dim, each in enumerate(entries) if type(each) is int]
     is_one = len(dims) == 1 and all(
@@ -156,7 +156,7 @@ def _selected(index: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def _is(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are one, or views of all of it."""
+    """Return whether two tensors are identical, or views of all of the same storage part."""
     return one is other or (
         one.untyped_storage()._cdata == other.untyped_storage()._cdata
         and (one.shape, one.stride(), one.storage_offset()) == (other.shape, other.stride(), other.storage_offset())

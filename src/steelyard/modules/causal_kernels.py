@@ -78,7 +78,7 @@ def attend_backward(
     attended: Attended,
     scores: Scores,
 ) -> tuple[Gradients, int]:
-    """The gradients, of keys and values those of the last in reach alone, and how many these are."""
+    """Return the gradients, and the number of last keys in reach, the only ones with gradients of keys and values."""
     inputs, scores = _in_reach(query_BhPD, key_BgND, value_BgND, scores)
     reach = inputs[1].size(2)
     if query_BhPD.device.type == "cpu":
@@ -99,7 +99,7 @@ def window_mask(num_queries: int, num_keys: int, window: int | None, device: tor
 def _in_reach(
     query: Tensor, key: Tensor, value: Tensor, scores: Scores
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Scores]:
-    """Query, and the keys and values that any query sees; without the window where it hides none of these."""
+    """Return the query and the keys and values that any query sees; drop the window if it hides none of these."""
     num_keys = key.size(2)
     reach = scores.reach(query.size(2), num_keys)
     hides = scores.window is not None and scores.window < reach
@@ -181,7 +181,7 @@ def _cuda_flash_backward(
 
 
 def _by_torch(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-    """Whichever kernel PyTorch chooses."""
+    """Return attention by the kernel that PyTorch chooses."""
     if scores.window is None:
         mask = causal_lower_right(query.size(2), key.size(2))
     else:

@@ -1,12 +1,12 @@
 """Attention of unmodified `transformers` modules whose sequence is divided over ranks in head-tail order.
 
 Over c ranks the sequence is cut into 2c equal pieces. Rank r holds pieces r and 2c − 1 − r, one from the head and one
-from the tail, whose causal prefixes have 2c + 1 pieces together whatever r is: equal work for all. The ranks' tokens
-one after another are the *rank order*; the sequence as it reads is the *natural order*.
+from the tail. Their causal prefixes together have 2c + 1 pieces for every r, so all ranks have equal work. *Rank order*
+lists the tokens rank by rank; *natural order* is the order of the sequence.
 
-It is an attention implementation of transformers like its own ``sdpa``, under the name `IMPLEMENTATION`, and bitwise
-identical except for the modules that have a `DIVISION`. Such a module is given query, key and value of this rank's
-tokens, [B, heads, s, D], and returns the output of these tokens; how the ranks help each other is its method:
+It is an attention implementation of transformers like ``sdpa``, under the name `IMPLEMENTATION`, and bitwise identical
+to it except for modules with a `DIVISION`. Such a module receives query, key and value of this rank's tokens, [B,
+heads, s, D], and returns the output of these tokens. Its method defines the exchange between ranks:
 
 | method  | forward                                                 | backward                                        |
 |---------|---------------------------------------------------------|-------------------------------------------------|
@@ -60,30 +60,30 @@ def piece_size(seq_len: int, degree: int) -> int:
         raise InvalidPlanError(
             field="seq_len",
             found=f"{seq_len} tokens under cp{degree}",
-            expected=f"a multiple of {2 * degree}: every rank holds two equal pieces of a sequence",
+            expected=f"a multiple of {2 * degree}, because every rank holds two equal pieces of a sequence",
             hint="choose another sequence length or a smaller cp degree",
         )
     return seq_len // (2 * degree)
 
 
 def pieces_of(rank: int, degree: int) -> tuple[int, int]:
-    """The natural places of the two pieces that a rank holds."""
+    """Return the natural positions of the two pieces of a rank."""
     return rank, 2 * degree - 1 - rank
 
 
 def rank_order(degree: int) -> list[int]:
-    """The natural places of all pieces in rank order."""
+    """Return the natural positions of all pieces in rank order."""
     return [piece for rank in range(degree) for piece in pieces_of(rank, degree)]
 
 
 def natural_order(degree: int) -> list[int]:
-    """The places in rank order of all pieces in natural order: the inverse of `rank_order`."""
+    """Return the positions in rank order of all pieces in natural order: the inverse of `rank_order`."""
     order = rank_order(degree)
     return sorted(range(len(order)), key=order.__getitem__)
 
 
 def local_tokens(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
-    """This rank's tokens of a whole sequence along ``dim``, in a tensor of their own; raises as `piece_size`."""
+    """Return this rank's tokens of a whole sequence along ``dim``, as a new tensor. Raises like `piece_size`."""
     degree = mesh.size()
     size = piece_size(tensor.size(dim), degree)
     pieces = pieces_of(mesh.get_local_rank(), degree)
@@ -91,7 +91,7 @@ def local_tokens(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
 
 
 def in_order(whole: Tensor, order: Sequence[int]) -> Tensor:
-    """The pieces of a whole sequence [B, S, …] in another order; raises as `piece_size`."""
+    """Return the pieces of a whole sequence [B, S, …] in another order. Raises like `piece_size`."""
     size = piece_size(whole.size(SEQUENCE_DIM), len(order) // 2)
     pieces = whole.split(size, SEQUENCE_DIM)
     return torch.cat([pieces[place] for place in order], SEQUENCE_DIM)
@@ -99,7 +99,7 @@ def in_order(whole: Tensor, order: Sequence[int]) -> Tensor:
 
 IMPLEMENTATION = "steelyard"
 DIVISION = "context_division"
-"""The attribute of a module of attention whose sequence is divided, a `ContextDivision`."""
+"""Attribute with the `ContextDivision` of an attention module whose sequence is divided."""
 _collective = torch.ops._c10d_functional
 
 
@@ -135,9 +135,9 @@ def run_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The output [B, s, h, Dv] of attention [B, h or g, s, D], in the signature of attention functions of transformers.
+    """Compute attention [B, s, h, Dv] of [B, h or g, s, D], in the signature of transformers' attention functions.
 
-    Raises `InvalidModelError` where entries drop out, and `InvalidPlanError` where the heads cannot be divided.
+    Raises `InvalidModelError` if attention has dropout, and `InvalidPlanError` if the heads cannot be divided.
     """
     division: ContextDivision | None = getattr(module, DIVISION, None)
     width, missing = value.size(-1), key.size(-1) - value.size(-1)
@@ -146,14 +146,14 @@ def run_attention(
         raise InvalidModelError(
             field="attention dropout",
             found=f"{dropout} in a layer under cp",
-            expected="0: ranks that hold different tokens do not drop entries of attention alike",
+            expected="0, because ranks with different tokens cannot apply the same attention dropout",
             hint="set the config's attention dropout to 0, or plan without cp",
         )
     if division is not None and options.get("sliding_window") not in (None, division.window):
         raise InvalidModelError(
             field="cp",
             found=f"attention over a window of {options['sliding_window']} tokens in a layer under cp",
-            expected=f"one of {division.window}, as its layer type says",
+            expected=f"a window of {division.window} tokens, as in its layer type",
             hint="plan without cp",
         )
     if division is not None and division.method is ContextMethod.GATHER:
@@ -171,7 +171,8 @@ def run_attention(
 
 
 class _GatheredAttention(torch.autograd.Function):
-    """Keeps query, output, and this rank's own keys and values; gathers those of the others in each direction."""
+    """Attention that saves query, output and this rank's keys and values, and gathers those of other ranks in each
+    direction."""
 
     @staticmethod
     def forward(
@@ -236,7 +237,7 @@ def _gather_keys(key_BgsD: Tensor, value_BgsD: Tensor, mesh: DeviceMesh) -> tupl
 
 
 def _unpaired(pairs_BS2gD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: N803
-    """Views [B, g, S, D] of keys and values side by side."""
+    """Return views [B, g, S, D] of keys and values that lie side by side."""
     key, value = pairs_BS2gD.transpose(1, 3).unbind(2)
     return key, value
 
@@ -254,14 +255,15 @@ def _scatter_sums(of_pairs_BS2gD: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Ten
 
 
 def _heads_to_tokens(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens in natural order of this rank's heads, [B, h/c or g/c, S, D], of this rank's tokens of all heads."""
+    """Exchange this rank's tokens of all heads for all tokens, in natural order, of this rank's heads [B, h/c or g/c,
+    S, D]."""
     for tensor, name in ((query, QUERY_HEADS), (key, KV_HEADS)):
         if tensor.size(1) % mesh.size():
             raise InvalidPlanError(
                 field="cp method",
                 found=f"ulysses over {mesh.size()} ranks of {tensor.size(1)} {name}",
-                expected=f"a divisor of the {name} that a rank has",
-                hint="choose the method gather, or a smaller degree",
+                expected=f"a divisor of the {name} of a rank",
+                hint="choose cp_method gather, or a smaller degree",
             )
     parts = [tensor.transpose(1, 2).unflatten(2, (mesh.size(), -1)) for tensor in (query, key, value)]
     mine = _exchanged(torch.cat(parts, 3).movedim(2, 0), mesh)
@@ -271,7 +273,7 @@ def _heads_to_tokens(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh
 
 
 def _tokens_to_heads(output_BShD: Tensor, mesh: DeviceMesh) -> Tensor:  # noqa: N803
-    """This rank's tokens of all heads, [B, s, h, D], of all tokens in natural order of this rank's heads."""
+    """Exchange all tokens, in natural order, of this rank's heads for this rank's tokens of all heads [B, s, h, D]."""
     ranked = in_order(output_BShD, rank_order(mesh.size()))
     heads = _exchanged(ranked.unflatten(SEQUENCE_DIM, (mesh.size(), -1)).movedim(1, 0), mesh)
     return heads.movedim(0, 2).flatten(2, 3)

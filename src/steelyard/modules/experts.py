@@ -1,16 +1,16 @@
-"""A mixture of experts whose shapes do not depend on how tokens are routed, so that it runs on fake tensors too.
+"""Mixture of experts whose shapes do not depend on the routing, so that it also runs on fake tensors.
 
-Every token takes k experts. The T·k pairs of token and expert are sorted by expert and multiplied group by group: the
-work is that of k experts per token, however many there are. It is an experts implementation of transformers like its
-own ``grouped_mm``, under the name `IMPLEMENTATION`.
+Every token has k experts. The T·k pairs of token and expert are sorted by expert and multiplied group by group, so the
+work is that of k experts per token, regardless of their number. It is an experts implementation of transformers like
+``grouped_mm``, under the name `IMPLEMENTATION`.
 
-Where a rank answers for some of the experts alone (``first_expert`` and ``num_all_experts`` are set, as tensor
-parallelism does), it leaves zeros for the pairs of the others. How many pairs are its own depends on the routing;
-counted on fake tensors it is the share of experts that the rank answers for, which is the mean. Not modelled: ranks
-waiting for the one whose experts are in demand. What a rank answers for it computes itself, unless expert parallelism
-(`steelyard.modules.dimensions.ep`) has put another function in the place of `compute_pairs`.
+A rank that computes only some of the experts (``first_expert`` and ``num_all_experts`` are set, as by tensor
+parallelism) leaves zeros for the pairs of the others. Its number of pairs depends on the routing; on fake tensors it is
+the rank's share of the experts, which is the mean. A rank computes its experts itself, unless expert parallelism
+(`steelyard.modules.dimensions.ep`) has replaced `compute_pairs`. Not modelled: ranks that wait for the rank with the
+busiest experts.
 
-Legend of shapes: T tokens, k experts of a token, K pairs T·k, E experts of this rank, H hidden size, F width of an
+Legend of shapes: T tokens, k experts per token, K pairs T·k, E experts of this rank, H hidden size, F width of an
 expert.
 """
 
@@ -31,10 +31,10 @@ IMPLEMENTATION = "steelyard"
 
 @torch.library.custom_op("steelyard::grouped_mm", mutates_args=())
 def grouped_mm(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Tensor:
-    """Rows of ``inputs`` [K, A] times the matrix [A, B] of their group, of ``weights`` [E, A, B].
+    """Multiply rows of ``inputs`` [K, A] by the matrix [A, B] of their group in ``weights`` [E, A, B].
 
-    Group e ends before row ``ends[e]``; rows behind the last group come out as zeros. ``share`` is the part of the rows
-    that is expected to lie in a group: it changes nothing but what is counted.
+    Group e ends before row ``ends[e]``; rows after the last group are zero. ``share`` is the expected fraction of rows
+    in groups; only counters of work read it.
     """
     output = inputs.new_zeros((inputs.size(0), weights.size(2)))
     for group, (start, end) in enumerate(_ranges(ends)):
@@ -51,7 +51,8 @@ def _(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Tensor:
 def grouped_mm_backward(
     gradient: Tensor, inputs: Tensor, weights: Tensor, ends: Tensor, share: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the inputs and of the weights, these laid out as the weights are: autograd copies any others."""
+    """Return the gradients of the inputs, and of the weights in the layout of the weights (autograd would copy
+    another)."""
     of_inputs, of_weights = torch.zeros_like(inputs), torch.zeros_like(weights)
     for group, (start, end) in enumerate(_ranges(ends)):
         torch.mm(gradient[start:end], weights[group].T, out=of_inputs[start:end])
@@ -113,7 +114,7 @@ def compute_pairs(experts: nn.Module, inputs_KH: Tensor, ends_E: Tensor, share: 
 
 
 def _multiply(experts: nn.Module, name: str, inputs_KA: Tensor, ends_E: Tensor, share: float) -> Tensor:  # noqa: N803
-    """Rows times the matrices of their experts, with their biases where there are some; [K, A] to [K, B]."""
+    """Multiply rows [K, A] by the matrices of their experts and add biases, if any; return [K, B]."""
     weights = local_part(getattr(experts, name))
     product = _product(inputs_KA, weights if experts.is_transposed else weights.transpose(1, 2), ends_E, share)
     if not experts.has_bias:
@@ -125,7 +126,7 @@ def _multiply(experts: nn.Module, name: str, inputs_KA: Tensor, ends_E: Tensor, 
 
 
 def run_experts(self: nn.Module, hidden_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:  # noqa: N803
-    """The weighted sum of each token's experts, [T, H]: of those that this rank answers for."""
+    """Return the weighted sum [T, H] of each token's experts, over the experts of this rank."""
     num_experts, first = self.num_experts, getattr(self, "first_expert", 0)
     share = num_experts / getattr(self, "num_all_experts", num_experts)
     expert_K = experts_Tk.reshape(-1) - first  # noqa: N806
@@ -145,23 +146,23 @@ def run_experts(self: nn.Module, hidden_TH: Tensor, experts_Tk: Tensor, weights_
 
 
 class Reordered(torch.autograd.Function):
-    """Rows in another order, each once: ``rows[order]``, where ``back`` is the order's inverse."""
+    """Permutation of rows: ``rows[order]``, where ``back`` is the inverse of ``order``."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        """The rows, reordered."""
+        """Return the reordered rows."""
         ctx.save_for_backward(back)
         return rows.index_select(0, order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of the rows, in their first order."""
+        """Return the gradient of the rows in their original order."""
         return gradient.index_select(0, *ctx.saved_tensors), None, None
 
 
 class _Repeated(torch.autograd.Function):
-    """The token of each pair, [K, H]; pair t·k + j stands at place ``places_Tk[t, j]``, and ``order_K`` is inverse."""
+    """Token of each pair [K, H]; pair t·k + j is at ``places_Tk[t, j]``, and ``order_K`` is the inverse."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, order_K: Tensor, places_Tk: Tensor) -> Tensor:  # noqa: N803
@@ -175,7 +176,7 @@ class _Repeated(torch.autograd.Function):
 
 
 class _WeightedSum(torch.autograd.Function):
-    """The weighted sum [T, H] of each token's pairs, which stand at ``places_Tk``."""
+    """Weighted sum [T, H] of each token's pairs, which are at ``places_Tk``."""
 
     @staticmethod
     def forward(ctx: Any, pairs_KH: Tensor, weights_Tk: Tensor, order_K: Tensor, places_Tk: Tensor) -> Tensor:  # noqa: N803
@@ -199,28 +200,29 @@ class _WeightedSum(torch.autograd.Function):
 
 
 _SUM = 0
-"""The mode of embedding bags that adds."""
+"""Mode number of embedding bags for sums."""
 
 
 def _bag_sums(places_Tk: Tensor, rows_KH: Tensor, weights_Tk: Tensor | None = None) -> Tensor:  # noqa: N803
-    """Sums [T, H] of the rows at each token's places, in one kernel that reads each row once."""
+    """Return the sums [T, H] of the rows at each token's places, by one kernel that reads each row once."""
     return nn.functional.embedding_bag(places_Tk, rows_KH, mode="sum", per_sample_weights=weights_Tk)
 
 
 def inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes a permutation of the whole numbers from 0."""
+    """Return the inverse of a permutation of the whole numbers from 0."""
     places = torch.empty_like(order)
     places[order] = torch.arange(order.size(0), device=order.device)
     return places
 
 
 def even_dim(shape: Sequence[int], num_shards: int) -> int | None:
-    """The first dim that divides evenly: a rank that holds fewer experts than there are shards would pad them."""
+    """Return the first dim that ``num_shards`` divides; a rank with fewer experts than shards would be padded. None if
+    there is none."""
     return next((dim for dim, size in enumerate(shape) if size % num_shards == 0), None)
 
 
 def routed_experts(module: nn.Module) -> list[nn.Module]:
-    """The modules below ``module`` that hold the experts among which a router chooses."""
+    """Return the modules below ``module`` that hold routed experts."""
     named = [each for path, each in module.named_modules() if path.rpartition(".")[2] == "experts"]
     return [each for each in named if isinstance(getattr(each, "num_experts", None), int)]
 

@@ -1,14 +1,14 @@
-"""Answers an operation on fake tensors that was seen before, without PyTorch working its shapes out again.
+"""Cache of the results of operations on fake tensors, so that PyTorch need not derive their shapes again.
 
-What an operation returns on fake tensors follows from the operation, from how its tensors look (shape, strides, offset,
-type, size of the storage) and from its other arguments. Layers, remat choices and directions ask for the same few
-hundred operations again and again, and PyTorch's rules for their shapes are most of the time of a trace.
+The result of an operation on fake tensors depends on the operation, on the metadata of its tensors (shape, strides,
+offset, type, size of the storage) and on its other arguments. Layers, remat choices and directions repeat the same few
+hundred operations, and PyTorch's shape rules take most of the time of a trace.
 
-A result is a new tensor, an argument itself, or a view of an argument; each is made again as `FakeTensorMode` makes
-the results that it remembers itself, with a key that costs less and the caller's count beside it.
+A result is a new tensor, an argument itself, or a view of an argument. Results are rebuilt like those of
+`FakeTensorMode`'s own cache, but with a cheaper key and together with the caller's count.
 
-Not remembered: operations without a fake tensor among their arguments, those whose result depends on values, those that
-change how an argument looks, and results whose storage is neither plainly new nor plainly that of one argument.
+Not cached: operations without a fake tensor among their arguments, those whose result depends on values, those that
+change the metadata of an argument, and results whose storage is neither new nor that of exactly one argument.
 """
 
 from abc import abstractmethod
@@ -36,7 +36,7 @@ _PLAIN = frozenset(
     (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 )
 _UNTOLD = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view))
-"""Marks of operations whose result does not follow from how the arguments look."""
+"""Tags of operations whose result does not follow from the metadata of their arguments."""
 _CPU = torch.device("cpu")
 _VALUE = torch.ops.aten._local_scalar_dense.default
 _DEVICE_QUERY = torch.ops.prim.device.default
@@ -44,14 +44,14 @@ _DEVICE_QUERY = torch.ops.prim.device.default
 
 @dataclass(frozen=True, slots=True)
 class _Same:
-    """The result is the argument itself."""
+    """Result that is the argument itself."""
 
     argument: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """The result is a tensor on a new storage, or on the storage of an argument."""
+    """Result that is a tensor on a new storage, or on the storage of an argument."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -79,7 +79,7 @@ class CachedOp(Generic[Note]):
 
 @dataclass(slots=True)
 class FakeOpCache(Generic[Note]):
-    """The operations seen so far, under any number of fake modes."""
+    """Cached operations, under any number of fake modes."""
 
     _found: dict[Hashable, CachedOp[Note]] = field(default_factory=dict)
 
@@ -128,16 +128,16 @@ class FakeOpCache(Generic[Note]):
 
 
 class FakeOpMode(TorchDispatchMode):
-    """A mode that counts operations, on fake tensors mostly: those of one rank's local tensors, which DTensors and
-    quantized states unfold into.
+    """Dispatch mode that counts operations on the local tensors of one rank, which DTensors and quantized states unfold
+    into.
 
-    What DTensor runs to learn the shape of a result, on whole tensors without memory, does not count.
+    Operations that DTensor runs on whole tensors without memory to derive the shape of a result are not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.is_learning = False
-        """Whether that is what runs."""
+        """Whether such an uncounted operation is running."""
         self._patches = ExitStack()
 
     def __enter__(self) -> Self:
@@ -160,7 +160,7 @@ class FakeOpMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Counts the operation, unless it is one of several parts; a fake tensor's device is known without one."""
+        """Count the operation unless it has parts; return the device of a fake tensor without counting."""
         if func is _DEVICE_QUERY and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # which half of all calls ask for
         if any(map(has_parts, types)):
@@ -177,12 +177,12 @@ class FakeOpMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A compiled block is seen as the kernels that it runs."""
+        """Return True, so that a compiled block is seen as its kernels."""
         return True
 
 
 def has_parts(tensor_type: type[torch.Tensor]) -> bool:
-    """Whether tensors of a type are made of others, on which their operations run."""
+    """Return whether tensors of a type consist of others, on which their operations run."""
     return hasattr(tensor_type, "__tensor_flatten__") and not issubclass(tensor_type, AsyncCollectiveTensor)
 
 
@@ -200,7 +200,7 @@ def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Look | Non
 
 
 def _look_at(arguments: Iterable[Any], key: list[Any], tensors: list[FakeTensor]) -> bool:
-    """Whether how the arguments look says all that matters of them; it is added to ``key``."""
+    """Add the metadata of the arguments to ``key``; return whether the result follows from it."""
     for argument in arguments:
         cls = type(argument)
         if cls is FakeTensor:
@@ -226,7 +226,7 @@ def _look_at(arguments: Iterable[Any], key: list[Any], tensors: list[FakeTensor]
 
 
 class _NotPlainError(Exception):
-    """A result that cannot be made again from a description."""
+    """A result that cannot be rebuilt from a description."""
 
 
 def _is_plain(tensor: FakeTensor) -> bool:

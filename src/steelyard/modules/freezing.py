@@ -46,8 +46,8 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
             outer = sorted(every, key=lambda path: path.count("."))[:_MOST_NAMED]
             raise InvalidModelError(
                 field="freeze",
-                found=f"{pattern!r}, which names nothing of the model",
-                expected=f"the path of a module or parameter, as {', '.join(outer)}",
+                found=f"{pattern!r}, which matches nothing in the model",
+                expected=f"the path of a module or parameter, for example {', '.join(outer)}",
                 hint=nearest(pattern, every),
             )
     frozen = {
@@ -67,7 +67,7 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
     counted = {id(each.parameter): each for each in reversed(named) if (each.layer, each.local) not in again}.values()
     quantized = num_quantized(model) if own is None else 0
     return Freeze(
-        patterns=(*patterns, *(("all but adapters",) if chain.has_adapters else ())),
+        patterns=(*patterns, *(("all except adapters",) if chain.has_adapters else ())),
         num_params=quantized + sum(each.parameter.numel() for each in counted if (each.layer, each.local) in frozen),
         of_params=quantized + sum(each.parameter.numel() for each in counted),
         parts=tuple(_parts(named, frozen, chain.num_layers)),
@@ -130,8 +130,8 @@ def check_frozen(model: Any, chain: ModelChain) -> None:
         raise InvalidModelError(
             field="model",
             found=f"{next(iter(frozen))} without a gradient",
-            expected="what the plan trains with gradients",
-            hint="plan again with what is frozen (--freeze, or freeze=), or set requires_grad_(True)",
+            expected="gradients for every parameter that the plan trains",
+            hint="plan again with the frozen parameters (--freeze, or freeze=), or call requires_grad_(True)",
         )
 
 

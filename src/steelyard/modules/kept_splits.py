@@ -20,7 +20,7 @@ def kept_split(config_hash: str, folder: Path | None) -> ModelSplit | None:
     """Return the split of a config's model, or of a small model, from the package or a folder; None if not kept."""
     packaged = packaged_split(config_hash)
     path = packaged is None and folder and _path(config_hash, folder)
-    return read_kept(path, ModelSplit, "split again, since the cached split cannot be read") if path else packaged
+    return read_kept(path, ModelSplit, "split again, because the cached split cannot be read") if path else packaged
 
 
 def read_kept(path: Path, schema: type[Schema], notice: str) -> Schema | None:

@@ -84,7 +84,8 @@ def _of_blanks(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if is_written and isinstance(value, Tensor) and not isinstance(value, Blank):
             raise InvalidModelError(
                 field="forward",
-                found=f"{func}, which writes what depends on parameters into a tensor of shape {list(value.shape)}",
+                found=f"{func}, which writes values that depend on parameters into a tensor of shape "
+                f"{list(value.shape)}",
                 expected="new tensors, outside the blocks",
                 hint=HINT,
             )

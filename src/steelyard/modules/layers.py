@@ -172,7 +172,7 @@ class ChainLayer(nn.Module):
 
     @property
     def beside(self) -> tuple[nn.Module, ...]:
-        """Modules without parameters that run in the layer but are not its own, such as dropout after a table."""
+        """Modules without parameters that run in the layer but do not belong to it, such as dropout after a table."""
         return getattr(self.run_alone, "beside", ())
 
     @property

@@ -132,7 +132,7 @@ def features_of(model: PreTrainedModel, task: Task) -> SplitFeatures:
         return _image_and_places(model)
     known = _FEATURES.get(config.model_type)
     if known is None:
-        raise _unknown(config, f"sound (it is of {', '.join(_FEATURES)})")
+        raise _unknown(config, f"the shape of its audio features (known only for {', '.join(_FEATURES)})")
     name, shape = known(config)
     return SplitFeatures(name=name, shape=shape)
 
@@ -145,7 +145,7 @@ def _image_and_places(model: PreTrainedModel) -> SplitFeatures:
         return _patches(config, vision)
     sides, token = _sides(getattr(vision, "image_size", None)), getattr(config, "image_token_id", None)
     if len(sides) != 2 or not isinstance(token, int):
-        raise _unknown(config, "images (its config gives no vision_config.image_size, or no image_token_id)")
+        raise _unknown(config, "the size of its images (its config lacks vision_config.image_size or image_token_id)")
     shape = (getattr(vision, "num_channels", 3), *sides)
     try:
         with torch.no_grad():
@@ -154,7 +154,9 @@ def _image_and_places(model: PreTrainedModel) -> SplitFeatures:
         places = sum(each.shape[-2] for each in found)
     except Exception as error:
         words = " ".join(str(error).split())[:120] + failed_at(error)
-        raise _unknown(config, f"images (one of {' × '.join(map(str, shape))} is refused: {words})") from error
+        raise _unknown(
+            config, f"the size of its images (the model rejects one of {' × '.join(map(str, shape))}: {words})"
+        ) from error
     return SplitFeatures(name="pixel_values", shape=shape, token=token, places=places)
 
 
@@ -169,13 +171,14 @@ def _patches(config: Any, vision: Any) -> SplitFeatures:
     channels = next((getattr(vision, key) for key in _CHANNELS if hasattr(vision, key)), 3)
     sides = _sides(getattr(vision, "image_size", None))
     if not isinstance(patch, int) or not isinstance(merge, int):
-        raise _unknown(config, f"images (its patches are of {patch}, of which {merge} merge)")
+        raise _unknown(config, f"the size of its patches (patch_size {patch}, spatial_merge_size {merge})")
     if len(sides) != 2 or any(side <= 0 or side % (patch * merge) for side in sides):
         raise InvalidModelError(
             field="image_size",
             found=f"{' × '.join(map(str, sides)) or 'none'} for {config.model_type}, which reads images of any size",
-            expected=f"one size of all images, whose sides {patch * merge} divides ({merge} patches of {patch} merge)",
-            hint=f"give --image-size {16 * patch * merge}, or vision_config.image_size in the config",
+            expected=f"one size for all images, with sides that are multiples of {patch * merge} (patch_size × "
+            "spatial_merge_size)",
+            hint=f"pass --image-size {16 * patch * merge}, or vision_config.image_size in the config",
         )
     rows, columns = (side // patch for side in sides)
     frames = getattr(vision, "temporal_patch_size", 1)
@@ -192,8 +195,8 @@ def _patches(config: Any, vision: Any) -> SplitFeatures:
 def _unknown(config: PreTrainedConfig, of: str) -> InvalidModelError:
     return InvalidModelError(
         field="model_type",
-        found=f"{config.model_type}, of which it is not known what a sample holds of {of}",
-        expected="a model whose config says the one size of what it reads",
+        found=f"{config.model_type}, without {of}",
+        expected="a model whose config defines the size of its inputs",
         hint="write a function that builds it, with a sample: docs/how-to/your-own-model.md",
     )
 
@@ -303,7 +306,8 @@ def given_samples(read: Read, samples: Tensor | None) -> dict[str, Tensor]:
 
 
 def beside_features(model: nn.Module, read: Read, ids: Tensor | None) -> dict[str, Tensor]:
-    """Return the arguments besides patches: the grid of each image, and which token ids [B, S] are its places."""
+    """Return the arguments in addition to patches: the grid of each image, and the token ids [B, S] that are its
+    places."""
     if not isinstance(read, SplitFeatures) or read.grid is None:
         return {}
     assert ids is not None

@@ -10,7 +10,7 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from steelyard.errors import InvalidModelError, first_line
 
-HINT = "docs/how-to/your-own-model.md says what a module must be like"
+HINT = "docs/how-to/your-own-model.md lists the requirements for a module"
 
 
 def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
@@ -40,11 +40,11 @@ def failed_pass(config: PreTrainedConfig, error: Exception) -> InvalidModelError
         return InvalidModelError(
             field=f"layer_types.{list(listed).index(error.args[0])}",
             found=f"{error.args[0]!r}, which {config.model_type} does not know",
-            expected=f"a layer type of {config.model_type}" + (f", as {', '.join(known)}" if known else ""),
+            expected=f"a layer type of {config.model_type}" + (f", for example {', '.join(known)}" if known else ""),
             hint="compare with the config.json that the model was published with",
         )
     what = f"{type(error).__name__}: {first_line(error)[:120]}"
-    return not_split(config, f"its forward pass fails on tensors without values{failed_at(error)} ({what})")
+    return not_split(config, f"its forward pass fails on meta tensors{failed_at(error)} ({what})")
 
 
 def not_split(config: PreTrainedConfig, found: str) -> InvalidModelError:
@@ -52,12 +52,12 @@ def not_split(config: PreTrainedConfig, found: str) -> InvalidModelError:
     return InvalidModelError(
         field="model_type",
         found=f"{config.model_type}: {found}",
-        expected="a model of embedding, one list of blocks and head, with one hidden state between them; or of two "
-        "lists, an encoder's and a decoder's, whose blocks read its output",
-        hint="docs/how-to/adding-a-model.md says how to write down what does not split by itself",
+        expected="an embedding, one list of blocks and a head, with one hidden state between them; or an encoder and "
+        "a decoder with one list of blocks each, where decoder blocks read the encoder output",
+        hint="docs/how-to/adding-a-model.md explains how to describe a model that does not split automatically",
     )
 
 
 def refused(place: str, found: str, expected: str = "a chain of blocks", hint: str = HINT) -> InvalidModelError:
-    """Build the error for a module that cannot be split: the path of a module, and what was found there."""
+    """Build the error for a module that cannot be split, with the path of a module and the finding there."""
     return InvalidModelError(field=place or "forward", found=found, expected=expected, hint=hint)

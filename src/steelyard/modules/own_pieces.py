@@ -182,15 +182,13 @@ class Arguments:
             if isinstance(leaf, Blank) and place not in flows:
                 raise InvalidModelError(
                     field=self._own.blocks[block],
-                    found=f"an argument of shape {tuple(leaf.shape)} that depends on parameters, and has no gradient",
-                    expected="arguments that are made of samples and buffers, or that gradients flow through",
+                    found=f"an argument of shape {tuple(leaf.shape)} that depends on parameters but has no gradient",
+                    expected="arguments computed only from samples and buffers, or with a gradient",
                     hint=HINT,
                 )
 
 
 class _Embedding:
-    """Embedding: from samples to its outgoing activations."""
-
     def __init__(self, own: OwnSplit) -> None:
         self._own = own
 
@@ -278,8 +276,8 @@ class _Head:
         if isinstance(loss, Blank):
             raise InvalidModelError(
                 field="forward",
-                found="a loss of what is made before the blocks of parameters, and has no gradient",
-                expected="what depends on parameters to reach the part after the blocks with its gradients",
+                found="a loss that reads a tensor computed from parameters before the blocks, but without a gradient",
+                expected="tensors with gradients wherever they depend on parameters",
                 hint=HINT,
             )
         return loss.float() * (batch.num_samples / context.num_targets)
@@ -307,8 +305,8 @@ def loss_of(outputs: Any, targets: Any, loss: Loss | None) -> Tensor:
         raise InvalidModelError(
             field=what,
             found=f"{shown}: {len(found)} losses",
-            expected="one tensor of a single number, the mean loss of the samples",
-            hint="give loss=, a function of the module's outputs and the targets that are read beside its inputs",
+            expected="one scalar tensor, the mean loss over the samples",
+            hint="pass loss=, a function of the module's outputs and the targets",
         )
     return found[0]
 

@@ -77,11 +77,11 @@ def proved(found: FoundSplit) -> OwnModel:
     model = found.model
     key = {"own": model.split.model_dump_json(), "version": OWN_VERSION, "torch": torch.__version__}
     path = default_folder() / f"own-{digest(key)}.json"
-    known = read_kept(path, OwnSplit, "proved again, since what was kept cannot be read")
+    known = read_kept(path, OwnSplit, "proved again, because the cached proof cannot be read")
     if known is not None:
         return OwnModel(model.module, known, model.loss, model.sample)
     if model.split.num_params > MOST_PARAMS:
-        notice = "%s has %d parameters, too many to be proved in numbers"
+        notice = "%s has %d parameters, too many for a numerical proof"
         _logger.warning(notice, model.split.module, model.split.num_params)
     else:
         _check_pieces(_with_values(model))
@@ -140,7 +140,8 @@ def _check_pieces(model: OwnModel) -> None:
     if wrong:
         raise InvalidModelError(
             field="model",
-            found=f"{own.module}: its layers in order are not the module: {wrong.replace('logits', 'the loss')}",
+            found=f"{own.module}: running its layers in order differs from the module: "
+            f"{wrong.replace('logits', 'the loss')}",
             expected="layers that give the loss and the gradients of the whole module",
             hint=HINT,
         )
@@ -182,7 +183,7 @@ def _whole_results(model: OwnModel) -> dict[str, Tensor]:
         raise InvalidModelError(
             field="sample",
             found=f"{model.split.module} fails on it: {type(error).__name__}: {first_line(error)[:200]}",
-            expected="samples that the module trains on",
+            expected="samples that the module can train on",
             hint="try loss(model(*inputs), targets).backward() on them",
         ) from error
     loss = loss.detach()
@@ -194,8 +195,8 @@ def _whole_results(model: OwnModel) -> dict[str, Tensor]:
         raise InvalidModelError(
             field="loss",
             found=f"{float(loss):.6g} for {count} samples, and {float(mean):.6g} on average for each of them alone",
-            expected="the mean over samples, each of which is computed by itself",
-            hint="return the mean of as many terms for every sample; weigh by zero what is left out",
+            expected="the mean over independently computed samples",
+            hint="average the same number of terms for every sample; give masked terms a weight of zero",
         )
     return {"logits": loss, **gradients}
 
@@ -218,7 +219,9 @@ def _divided(found: FoundSplit, number: int) -> OwnLayerType:
     path = model.split.blocks[layer - 1]
     block = model.module.get_submodule(path)
     if sum(parameter.numel() for parameter in block.parameters()) > MOST_PARAMS:
-        return undivided(layer_type, [f"a block of more than {MOST_PARAMS} parameters is not proved in numbers"])
+        return undivided(
+            layer_type, [f"a block of more than {MOST_PARAMS} parameters is too large for a numerical proof"]
+        )
     called = {p.removeprefix(f"{path}."): keyword for p, keyword in found.keywords.items() if p.startswith(f"{path}.")}
     proof = cache(lambda: _BlockProof(_with_values(model), number, layer))
     ways = tried(Block(block, called).suppositions(), lambda styles: on_two_ranks(partial(proof(), styles=styles)))
@@ -300,16 +303,16 @@ def own_model(built: Built) -> OwnModel:
         raise InvalidModelError(
             field="sample",
             found="nothing",
-            expected=f"what {type(built.module).__qualname__} is given for two samples or more",
-            hint="add sample=: its inputs, or a pair of inputs and targets with loss= "
-            "(for a model of transformers, give its config in the place of the model)",
+            expected=f"sample inputs of {type(built.module).__qualname__} for two or more samples",
+            hint="add sample=: its inputs, or with loss= a pair of inputs and targets (for a transformers model, "
+            "pass its config instead of the model)",
         )
     try:
         return proved(find_own_split(built.module, built.sample, loss=built.loss, blocks=built.blocks))
     except InvalidModelError as error:
         if not isinstance(built.module, PreTrainedModel):
             raise
-        hint = "plan the config of a model of transformers, and not its module"
+        hint = "for a transformers model, plan its config, not the module"
         raise InvalidModelError(**error.parts() | {"hint": hint}) from error
 
 
@@ -320,7 +323,7 @@ def build(builder: str) -> Built:
         raise _wrong(repr(builder), "FILE.py:FUNCTION", "name a function, as in mymodel.py:build_model")
     path, name = Path(named["file"]), named["function"]
     if not path.is_file():
-        raise _wrong(f"no file {path}", "a file of Python", "check the path")
+        raise _wrong(f"no file {path}", "a Python file", "check the path")
     module = _run(path)
     function = getattr(module, name, None)
     if not callable(function):
@@ -337,7 +340,7 @@ def build_planned(builder: str, plan: Plan) -> OwnModel:
     """Build the module of a plan; raises `InvalidModelError` if it is a different module."""
     split = plan.chain().split
     if not isinstance(split, OwnSplit):
-        raise _wrong(builder, f"none: {plan.model.name} is a model of transformers", "leave --builder out")
+        raise _wrong(builder, f"none: {plan.model.name} is a transformers model", "leave --builder out")
     return build_split(builder, split)
 
 
@@ -353,10 +356,10 @@ def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None, sample: 
         raise InvalidModelError(
             field="loss",
             found="a loss function" if loss is not None else "no loss function",
-            expected="the one that was planned with"
+            expected="the loss function of the plan"
             if own.has_loss
-            else "none: the module returns its loss, as planned",
-            hint="give parallelize what find_plan was given",
+            else "none, because the module returns its loss, as planned",
+            hint="pass the same loss= to parallelize as to find_plan",
         )
     check_same_module(module, own)
     for path, parameter in module.named_parameters():
@@ -364,7 +367,7 @@ def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None, sample: 
             raise InvalidModelError(
                 field=path,
                 found="a parameter on the meta device, without values",
-                expected="a module with its first weights, the same on every process",
+                expected="a module with initial weights, identical on every process",
                 hint="build it on the CPU: torch.manual_seed(0), then your class",
             )
     return OwnModel(module, own, loss, sample)
@@ -384,7 +387,7 @@ def check_read(value: Any, own: OwnSplit, num_samples: int) -> None:
         if (shape, dtype) != ((num_samples, *each.shape), each.dtype):
             raise _bad_read(
                 f"{path} of {dtype} and shape {list(shape)}",
-                f"{path} of {each.dtype} and shape {[num_samples, *each.shape]}, the {num_samples} samples asked for",
+                f"{path} of {each.dtype} and shape {[num_samples, *each.shape]}, for {num_samples} samples",
             )
 
 
@@ -393,15 +396,15 @@ def _bad_read(found: str, expected: str) -> InvalidDataError:
         field="read",
         found=found,
         expected=expected,
-        hint="return what sample= of find_plan was, for the samples asked for",
+        hint="return the same structure as sample= of find_plan, for the requested number of samples",
     )
 
 
 def _checked(found: Any, name: str) -> Built:
-    expected = "(module, sample), where the module returns its loss, or (module, sample, loss)"
+    expected = "(module, sample) if the module returns its loss, or else (module, sample, loss)"
     if isinstance(found, nn.Module):
-        hint = f"let {name}() return the module, and what it is given for two samples or more"
-        raise _wrong(f"{name}() returns a {type(found).__name__} alone", expected, hint)
+        hint = f"let {name}() return the module and its inputs for two or more samples"
+        raise _wrong(f"{name}() returns only a {type(found).__name__}", expected, hint)
     if not isinstance(found, tuple) or len(found) not in (_WITH_LOSS - 1, _WITH_LOSS):
         shown = f"a tuple of {len(found)}" if isinstance(found, tuple) else f"a {type(found).__name__}"
         raise _wrong(f"{name}() returns {shown}", expected, HINT)
@@ -409,7 +412,7 @@ def _checked(found: Any, name: str) -> Built:
     if not isinstance(module, nn.Module):
         raise _wrong(f"{name}() returns a {type(module).__name__} first", expected, HINT)
     if loss is not None and not callable(loss):
-        raise _wrong(f"{name}() returns a {type(loss).__name__} as loss", expected, HINT)
+        raise _wrong(f"{name}() returns a {type(loss).__name__} as the loss", expected, HINT)
     return Built(module=module, sample=sample, loss=loss)
 
 
@@ -426,7 +429,7 @@ def _run(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise _wrong(f"{path} raises {_where(error, path)}", "a file that runs", f"try python {path}") from error
+        raise _wrong(f"{path} raises {_where(error, path)}", "a file without errors", f"try python {path}") from error
     return module
 
 

@@ -84,9 +84,9 @@ def record(model: nn.Module, sample: Any, num_samples: int, loss: Loss | None, b
         except Exception as error:
             raise refused(
                 recorder.place,
-                f"an operation that needs values or fails ({type(error).__name__}: {first_line(error)[:160]})",
-                "a forward pass whose operations do not depend on values, and run on the sample's shapes",
-                "compute such branches with masks (torch.where), or outside the module, and give their result",
+                f"an operation that needs tensor values or fails ({type(error).__name__}: {first_line(error)[:160]})",
+                "a forward pass whose operations do not depend on tensor values and run on the sample's shapes",
+                "compute such branches with masks (torch.where), or outside the module and pass the result",
             ) from error
     recorder.ends(scalar)
     return recorder.seen
@@ -144,7 +144,7 @@ class _Recorder(TorchFunctionMode):
         """Record that the tensors the module returns are read after the last block."""
         for leaf in pytree.tree_leaves(tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs):
             if isinstance(leaf, Tensor):
-                self._read_outside(leaf, "what is returned")
+                self._read_outside(leaf, "the returned value")
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -178,16 +178,16 @@ class _Recorder(TorchFunctionMode):
             where = "before the first block" if known.after == 0 else "between blocks"
             raise refused(
                 what.partition(" in ")[2],
-                f"{what.partition(' in ')[0]} after the blocks, of what {known.what} made {where}",
-                "what depends on parameters to reach the part after the blocks through them",
-                "give it to a block as an argument (and use that very tensor afterwards); where this belongs to "
-                "another list of blocks, name every list: blocks=(…, …)",
+                f"{what.partition(' in ')[0]} after the blocks, of the result of {known.what} {where}",
+                "tensors that depend on parameters and reach the part after the blocks only through them",
+                "pass the tensor to a block as an argument (and use the same tensor afterwards); if it "
+                "belongs to another list of blocks, name every list: blocks=(…, …)",
             )
 
     def _block_begins(self, block: int, given: BlockArguments) -> None:
         path = self._blocks[block]
         if self._block is not None:
-            raise refused(path, f"a call inside another block, {self._blocks[self._block]}", "blocks beside each other")
+            raise refused(path, f"a call inside another block, {self._blocks[self._block]}", "no nested blocks")
         if block != self._num_ended:
             raise refused(path, "a block that is called out of order or twice", "blocks that are called once each")
         call = self.seen.calls[block] = Call(given)
@@ -201,21 +201,21 @@ class _Recorder(TorchFunctionMode):
         if self._parameters.get(id(leaf)):
             raise refused(path, "a parameter of the module among a block's arguments", "parameters inside blocks")
         if known is not None and known.version != leaf._version:
-            raise refused(path, f"an argument that was changed in place after {known.what} made it", "new tensors")
+            raise refused(path, f"an argument that was changed in place after {known.what}", "new tensors")
         if not leaf.requires_grad:
             if known is not None and (known.inside or (known.after > 0 and known.origin is not None)):
-                raise refused(path, f"an argument without gradient that a block has made ({known.what})", "gradients")
+                raise refused(path, f"an argument without gradient from a block ({known.what})", "gradients")
             return
         if known is None:
-            known = self.note(leaf, "something unseen")
+            known = self.note(leaf, "an unrecorded operation")
             known.after = 0
         if known.origin is None:
             if known.after > 0:
                 raise refused(
                     path,
-                    f"an argument that {known.what} makes between two blocks",
-                    "blocks that are given what other blocks return, or what is made before the first block",
-                    "move the operation into the block (for a long skip: give the block both tensors)",
+                    f"an argument that is made by {known.what} between two blocks",
+                    "block arguments that other blocks return or that are made before the first block",
+                    "move the operation into the block (for a skip connection, pass both tensors to the block)",
                 )
             known.origin = ("given", block, place)
         call.reads.append((place, known.origin))
@@ -231,11 +231,11 @@ class _Recorder(TorchFunctionMode):
         for leaf in pytree.tree_leaves(call.given):
             known = self._made.get(id(leaf))
             if known is not None and leaf._version != known.version:
-                raise refused(path, "an argument that the block changes in place", "x = x + y in the place of x += y")
+                raise refused(path, "an argument that the block changes in place", "x = x + y instead of x += y")
         for place, each in enumerate(each for each in entries if isinstance(each, Tensor)):
             if not each.requires_grad:
-                raise refused(path, "a result that depends on no parameter", "results that gradients flow through")
+                raise refused(path, "a result that depends on no parameter", "results with gradients")
             made = self.note(each, f"block {path}")
             made.origin = ("made", block, place)
         if not all(isinstance(each, Tensor) or each is None for each in entries):
-            raise refused(path, "a result that is no tensor", "a tensor, or a tuple of tensors and None")
+            raise refused(path, "a result that is not a tensor", "a tensor, or a tuple of tensors and None")

@@ -69,9 +69,9 @@ def refuse_compiled(module: nn.Module) -> None:
         if name == "_orig_mod":
             raise InvalidModelError(
                 field=outer or "model",
-                found=f"what torch.compile returned for a {type(each).__qualname__}, whose operations cannot be seen",
-                expected="the module that torch.compile was given",
-                hint="leave torch.compile out, or give its _orig_mod",
+                found=f"a compiled {type(each).__qualname__}, whose operations cannot be recorded",
+                expected="the module before torch.compile",
+                hint="leave torch.compile out, or pass _orig_mod of the compiled module",
             )
 
 
@@ -137,12 +137,14 @@ def find_own_split(
             if first != second:
                 raise refused(
                     first.partition(" in ")[2],
-                    f"{first.partition(' in ')[0]} in one pass and {second} in another: operations that change",
-                    "the same operations for all samples and in every pass",
+                    f"{first.partition(' in ')[0]} in one pass but {second} in another",
+                    "the same operations in every pass and for any number of samples",
                 )
         if len(seen.operations) != len(other.operations):
             raise refused(
-                "", f"{len(seen.operations)} operations in one pass, {len(other.operations)} in another", "as many"
+                "",
+                f"{len(seen.operations)} operations in one pass, {len(other.operations)} in another",
+                "equal numbers",
             )
         own = _split_of(seen, other, sample, has_loss=loss is not None)
         own = _with_samples_read(OwnModel(model, own, loss), sample)
@@ -150,7 +152,7 @@ def find_own_split(
     except InvalidModelError as error:
         if all(each.requires_grad for each in module.parameters()):
             raise
-        hint = "what flows is known by its gradients: give the module with all of them, and name in freeze= what rests"
+        hint = "set requires_grad=True everywhere, and name frozen parameters in freeze="
         raise InvalidModelError(**error.parts() | {"hint": hint}) from error
 
 
@@ -160,13 +162,13 @@ def check_sample(sample: Any, *, has_loss: bool) -> int:
         raise _bad_sample(f"a {type(sample).__name__} with loss=", "a pair: the inputs, and the targets for loss=")
     inputs = sample[0] if has_loss else sample
     if not isinstance(inputs, Tensor | tuple | list | Mapping):
-        raise _bad_sample(f"inputs that are a {type(inputs).__name__}", "a tensor, a tuple, or a dictionary by name")
+        raise _bad_sample(f"inputs that are a {type(inputs).__name__}", "a tensor, a tuple, or a dictionary")
     tensors = [each for each in pytree.tree_leaves(sample) if isinstance(each, Tensor)]
     counts = {each.shape[0] if each.dim() else 0 for each in tensors}
     if len(counts) != 1 or min(counts) < 2:
         raise _bad_sample(
             f"tensors of shapes {', '.join(str(list(each.shape)) for each in tensors) or 'none'}",
-            "tensors whose first dim is that of the samples, the same number of them in each, 2 or more",
+            "tensors whose first dim is the sample dim, with the same number of samples in each, 2 or more",
         )
     return counts.pop()
 
@@ -178,20 +180,20 @@ def _bad_sample(found: str, expected: str) -> InvalidModelError:
 def _check_module(module: nn.Module) -> None:
     """Raise `InvalidModelError` if a module has a property that no split supports."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise refused("model", f"{type(module).__qualname__} without a parameter to train", "a module to train")
+        raise refused("model", f"{type(module).__qualname__} without a trained parameter", "trained parameters")
     for path, each in module.named_modules():
         if isinstance(each, _BatchNorm):
             raise refused(
                 path,
-                f"{type(each).__name__}, whose result depends on which samples are computed together",
-                "modules that compute each sample by itself",
-                "use a norm over each sample: LayerNorm, RMSNorm, GroupNorm",
+                f"{type(each).__name__}, whose result for a sample depends on other samples",
+                "modules that compute samples independently",
+                "use a norm within each sample: LayerNorm, RMSNorm, GroupNorm",
             )
         for name, value in vars(each).items():
             if isinstance(value, Tensor):
                 raise refused(
                     f"{path}.{name}".removeprefix("."),
-                    "a tensor that is an attribute",
+                    "a tensor as a plain attribute",
                     "parameters and buffers",
                     f'write self.register_buffer("{name}", …, persistent=False)',
                 )
@@ -200,8 +202,8 @@ def _check_module(module: nn.Module) -> None:
             raise refused(
                 path,
                 f"a parameter of {parameter.dtype}",
-                "parameters of torch.float32, which the optimizer reads",
-                "build the module in fp32: the plan's precision says what it computes in",
+                "torch.float32 parameters, which the optimizer needs",
+                "build the module in fp32; the plan's precision sets the compute type",
             )
 
 
@@ -233,9 +235,9 @@ def _blocks_of(seen: Seen, named: Sequence[str] | None) -> tuple[str, ...]:
     if not usable:
         raise refused(
             "model",
-            f"{type(model).__qualname__} without a list of modules that are called once each",
+            f"{type(model).__qualname__} without a list of modules that are each called once",
             "blocks in a ModuleList, ModuleDict or Sequential",
-            "put them into one, or name it: blocks=…",
+            "put the blocks into one, or name it: blocks=…",
         )
     outer = {path: usable[path] for path in ([""] if "" in usable else outermost(usable))}
     size = {
@@ -311,7 +313,7 @@ def _flows(seen: Seen) -> list[list[Origin]]:
     for layer, flow in enumerate(flows):
         if not flow:
             place = blocks[layer - 1] if layer else "forward"
-            raise refused(place, "nothing that later layers read and that depends on parameters", "a chain of blocks")
+            raise refused(place, "no tensor of parameters that later layers read", "a chain of blocks")
     return flows
 
 
@@ -327,12 +329,12 @@ def _shape(seen: Seen, other: Seen, origin: Origin) -> tuple[int, ...]:
         words = "returned by" if how == "made" else "given to"
         raise refused(
             block,
-            f"a tensor of shape {list(first.shape)} {words} the block, whose first dim is not that of the samples",
-            "samples in the first dim of all that flows between blocks",
-            "expand it to one entry for each sample, or make it inside the blocks",
+            f"a tensor of shape {list(first.shape)} {words} the block, whose first dim is not the sample dim",
+            "the sample dim first in all activations between blocks",
+            "expand it to one entry per sample, or make it inside the blocks",
         )
     if first.dtype != torch.float32:
-        raise refused(block, f"a {first.dtype} tensor that flows between blocks", "torch.float32")
+        raise refused(block, f"a {first.dtype} activation between blocks", "torch.float32")
     return tuple(first.shape[1:])
 
 
@@ -408,7 +410,7 @@ def _shared(seen: Seen, embedding: Sequence[str], head: Sequence[str]) -> Iterat
             raise refused(
                 blocks[number - 1],
                 f"a parameter that several layers share: {', '.join(path for _, path in places[:3])}",
-                "blocks with parameters of their own; the embedding and the head may share some",
+                "separate parameters per block (embedding and head may share some)",
             )
         yield tuple(sorted(first_of.items()))
 

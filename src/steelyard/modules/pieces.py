@@ -58,7 +58,7 @@ class SplitSharedInputs:
         self, model: PreTrainedModel, chain: ModelChain, layer_types: Collection[str], *, makes_masks: bool = True
     ) -> None:
         split = chain.split
-        assert isinstance(split, ModelSplit), "a user's own module has blocks of its own"
+        assert isinstance(split, ModelSplit), "a user's own module has its own blocks"
         self.model_config = model.config
         first_of = {chain.type_of(layer).name: layer for layer in reversed(range(chain.num_layers))}
         layers = sorted(first_of[name] for name in layer_types)
@@ -351,7 +351,6 @@ class BlockPiece:
         return (found, *leaving) if leaving else found
 
     def _arguments(self, side: BlockArguments, hidden: Tensor, beside: Sequence[Tensor]) -> BlockArguments:
-        """Return all arguments of the block."""
         repeated = pytree.tree_map_only((PerSample, EndsPerSample), lambda each: each.of(hidden.shape[0]), side)
         arguments = self._call.with_number(self._call.with_hidden(repeated, hidden), self._place)
         if self._encoder:

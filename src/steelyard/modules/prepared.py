@@ -71,7 +71,7 @@ def _add_features(
 
 
 def add_features_in_blocks(stack: Any) -> None:
-    """Let the blocks of a stack add what the stack adds between them, if anything; twice does no harm."""
+    """Let the blocks of a stack add the features that the stack adds between them, if any; idempotent."""
     if hasattr(stack, "_deepstack_process"):
         replace_forward(stack, _give_features)
         for block in stack.layers:

@@ -186,7 +186,7 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     except Exception as error:
         raise failed_pass(of.config, error) from error
     if any(isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm) for path in called):
-        raise of.refusal("batch norms, which would see one rank's microbatch in place of the whole batch")
+        raise of.refusal("batch norms, which would see one rank's microbatch instead of the whole batch")
     places = {path: [place for place, _ in each] for path, each in calls.items()}
     # lists whose blocks are called one after another; if there are none, those that skip some: blocks for inputs that
     # no sample has, such as text blocks that read an image
@@ -219,7 +219,7 @@ def _chosen(of: Subject, chains: Mapping[str, Sequence[Call]], called: Sequence[
         chains = {path: each for path, each in chains.items() if _is_chain(each)}
     if len(chains) < count:
         lists_wanted = "two lists" if count > 1 else "list"
-        raise of.refusal(f"no {lists_wanted} of modules that are called once each, one after another")
+        raise of.refusal(f"no {lists_wanted} of modules that are each called once, in sequence")
     chosen = sorted(list(chains)[:count], key=lambda path: next(n for n, e in enumerate(called) if is_below(e, path)))
     found = {path: chains[path] for path in chosen}
     if of.task is Task.IMAGE_TEXT:

@@ -186,7 +186,7 @@ class _GradientSum:
         """Wait for the sum and add it to the gradients that the optimizer sees."""
         if self._work is not None:
             self._work.wait()
-        assert self.buffer is not None, "what is finished was reduced"
+        assert self.buffer is not None, "finished gradients were reduced"
         for each, part in zip(self._parameters, self._parts(self.buffer), strict=True):
             each.add_gradient(part)
         self.buffer = self._work = None

@@ -71,7 +71,7 @@ class RouterLoss:
     def beside(self, layer: nn.Module, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return the results of ``run``, which computes with the layer, followed by the statistics of its tokens.
 
-        Tensor-parallel ranks that route the same tokens each count a share of them, as they do of their gradients.
+        Tensor-parallel ranks that route the same tokens each count a share of them, as of their gradients.
         """
         with self._recorded(layer) as logits:
             outputs = run()
@@ -120,11 +120,11 @@ def router_loss_of(model: PreTrainedModel) -> RouterLoss:
     is_known = own is not None and _code(own) == _code(load_balancing_loss_func)
     asks = f"output_{_OUTPUT}" in inspect.signature(type(model).forward).parameters
     if not (is_known and asks and all(hasattr(model, name) for name in _READS)):
-        has = "another loss of its routers than Mixtral has" if own and asks else "no loss of its routers"
+        has = "a router loss that differs from Mixtral's" if own and asks else "no router loss"
         raise InvalidModelError(
             field=f"output_{_OUTPUT}",
-            found=f"true for {model.config.model_type}, in which transformers has {has}",
-            expected="false, or a model whose routers transformers trains as Mixtral's",
+            found=f"true for {model.config.model_type}, for which transformers has {has}",
+            expected="false, or a model with Mixtral's router loss",
             hint="to train without it, set this to false in config.json",
         )
     coefficient, num_experts, top_k = (getattr(model, name) for name in _READS)
@@ -146,8 +146,8 @@ def check_routers(layer: nn.Module, strategy: Strategy) -> None:
     if strategy.tensor_degree != copies(layer):
         raise InvalidPlanError(
             field="parallel",
-            found=f"{strategy} for layers whose experts tp does not divide, and whose routers are trained",
-            expected="no tp there, or no loss of routers",
+            found=f"{strategy} for layers with a router loss, whose experts tp does not divide",
+            expected="no tp there, or no router loss",
             hint="plan without tp (--max-tp 1), or set output_router_logits to false in config.json",
         )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from steelyard.errors import first_line
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.modules.build import build_model, prepare_model
@@ -24,34 +25,40 @@ _TOLERANCE = 1e-4
 """Largest difference of a logit, relative to the largest one."""
 
 
-@torch.no_grad()
 def wrong_per_sample(chain: ModelChain, seq_len: int) -> str:
     """Return why a small model does not separate sequences, or real tokens from padding; empty if it does."""
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return _difference(chain, seq_len)
+    except Exception as error:  # many types
+        return f"it raises {type(error).__name__} ({first_line(error)[:120]})"
+
+
+def _difference(chain: ModelChain, seq_len: int) -> str:
     mask_name, positions_name = PER_SAMPLE
     is_causal = chain.family.task is Task.CAUSAL_LM
     name = positions_name if is_causal else mask_name
-    with torch.random.fork_rng(devices=[]):
-        model = build_model(chain, seed=0).eval()
-        if name not in inspect.signature(type(model).forward).parameters:
-            return f"its forward pass takes no {name}"
-        generator = torch.Generator().manual_seed(0)
-        ids, labels = torch.randint(chain.vocab_size, (2, 2, seq_len), generator=generator)
-        for tokens in (ids, labels):
-            tokens[tokens == getattr(model.config, "pad_token_id", None)] = plain_token(model.config)
-        rows = ((5, seq_len - 5), (3, 4, seq_len - 7)) if is_causal else ((seq_len,), (seq_len - 5,))
-        decoder_ids = decoder_inputs(labels, model.config) if chain.split.encoder else None
-        expected = [_alone(model, ids[place], of, decoder_ids, place) for place, of in enumerate(rows)]
-        places = torch.zeros_like(ids)
-        for sample, of in zip(places, rows, strict=True):
-            numbers = torch.cat([torch.arange(length) for length in of])
-            sample[: len(numbers)] = numbers if is_causal else 1
-        prepare_model(model, chain)
-        numbers = range(chain.num_layers)
-        layers, context = pieces_of(model, chain, numbers, ids, decoder_ids, model_kwargs={name: places})
-        flow: Flow = ids
-        for layer in layers:
-            flow = layer.within(flow, context, partial(layer.run_alone, layer))
-        logits = tensors_of(flow)[0]
+    model = build_model(chain, seed=0).eval()
+    if name not in inspect.signature(type(model).forward).parameters:
+        return f"its forward pass takes no {name}"
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = torch.randint(chain.vocab_size, (2, 2, seq_len), generator=generator)
+    for tokens in (ids, labels):
+        tokens[tokens == getattr(model.config, "pad_token_id", None)] = plain_token(model.config)
+    rows = ((5, seq_len - 5), (3, 4, seq_len - 7)) if is_causal else ((seq_len,), (seq_len - 5,))
+    decoder_ids = decoder_inputs(labels, model.config) if chain.split.encoder else None
+    expected = [_alone(model, ids[place], of, decoder_ids, place) for place, of in enumerate(rows)]
+    places = torch.zeros_like(ids)
+    for sample, of in zip(places, rows, strict=True):
+        numbers = torch.cat([torch.arange(length) for length in of])
+        sample[: len(numbers)] = numbers if is_causal else 1
+    prepare_model(model, chain)
+    numbers = range(chain.num_layers)
+    layers, context = pieces_of(model, chain, numbers, ids, decoder_ids, model_kwargs={name: places})
+    flow: Flow = ids
+    for layer in layers:
+        flow = layer.within(flow, context, partial(layer.run_alone, layer))
+    logits = tensors_of(flow)[0]
     for found, wanted in zip(logits, expected, strict=True):
         error = float((found[: len(wanted)] - wanted).abs().max() / wanted.abs().max())
         if not error <= _TOLERANCE:

@@ -137,7 +137,7 @@ def block_call(seen: Recording, path: str) -> BlockCall:
                 places=state.shape[-2] // SAMPLES if lone or (is_list and state.ndim == 2) else 0,
                 lone=lone,
             )
-    raise seen.refusal("something between its blocks, or more than one state that goes from block to block")
+    raise seen.refusal("operations between its blocks, or more than one hidden state between them")
 
 
 def order_of(state: Tensor, seen: Recording) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -151,7 +151,7 @@ def order_of(state: Tensor, seen: Recording) -> tuple[tuple[int, ...], tuple[int
     if state.ndim == 3 and sizes[0] == SAMPLES and tokens not in sizes:
         return (), ()  # length differs from the samples'
     if sizes.count(SAMPLES) != 1 or sizes.count(tokens) != 1:
-        raise seen.refusal(f"a hidden state of {sizes} for {SAMPLES} samples of {tokens} tokens")
+        raise seen.refusal(f"a hidden state of shape {sizes} for {SAMPLES} samples of {tokens} tokens")
     first = [sizes.index(SAMPLES), sizes.index(tokens)]
     rest = [dim for dim in range(state.ndim) if dim not in first]
     order = (*first, *rest)
@@ -234,7 +234,7 @@ def _of_tokens(stream: SplitStream, seen: Recording, longer: Sequence[Call], mor
     beside = [one - seen.tokens for one, other in sizes if one != other]
     grow_alike = all(one == other or other - one == more - seen.tokens for one, other in sizes)
     if samples != (SAMPLES, SAMPLES) or not grow_alike or min(beside, default=0) < 0:
-        raise seen.refusal(f"blocks that are given {stream.argument}, of another length than the samples are")
+        raise seen.refusal(f"blocks with the argument {stream.argument}, whose length differs from that of the samples")
     shape = tuple(one if one == other else seen.tokens - one for one, other in sizes)
     return stream.model_copy(update={"shape": shape})
 
@@ -344,7 +344,7 @@ def _key(
                     given.append((name, repr(None)))
                     continue
                 if leaf.requires_grad:
-                    raise not_split(config, f"blocks that are given {name}, which depends on parameters")
+                    raise not_split(config, f"blocks with the argument {name}, which depends on parameters")
                 given.append((name, values_of(leaf) or id(leaf)))
             else:
                 given.append((name, repr(leaf) if isinstance(leaf, int | float | str | bool | None) else type(leaf)))

@@ -285,7 +285,7 @@ def _first_proof(found: Found) -> tuple[ThreadedProof, dict[str, bool]]:
         if proof is not None:
             return proof, options
         wrong = wrong or found_wrong
-    raise _not_exact(found.split, f"its pieces are not the whole: {wrong}")
+    raise _not_exact(found.split, f"its pieces together differ from the whole model: {wrong}")
 
 
 def _parts(split: ModelSplit) -> tuple[object, ...]:
@@ -410,5 +410,5 @@ def _not_exact(split: ModelSplit, found: str) -> InvalidModelError:
         field="model_type",
         found=f"{split.model_type}: {found}",
         expected="pieces that give the logits and gradients of the whole model",
-        hint="docs/how-to/adding-a-model.md says how to write down what does not split by itself",
+        hint="docs/how-to/adding-a-model.md explains how to describe a model that does not split automatically",
     )

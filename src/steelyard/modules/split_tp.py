@@ -79,7 +79,7 @@ class Block:
         """Return why the makers' plan is not tried: its styles that are not read; empty if all of them are."""
         paths = {style: path for path, style in self._planned().items() if style not in _OF_PLANS}
         unread = ", ".join(f"{style} (of {path})" for style, path in paths.items())
-        return f"styles of its own tp plan are not read: {unread}" if unread else ""
+        return f"styles of its own tp plan are not supported: {unread}" if unread else ""
 
     def follows(self, styles: Styles) -> bool:
         """Return whether styles include all that the makers' plan says of the block, as far as that is read."""

@@ -105,7 +105,7 @@ def find_ends(seen: Recording, entering: Tensor) -> tuple[list[tuple[str, ...]],
     tied: list[str] = []
     holders = [path for path in outside if any(is_below(blocks, path) for blocks in seen.chains) or not path]
     if "" in holders:
-        raise seen.refusal("parameters of the model itself, which holds the blocks")
+        raise seen.refusal("parameters directly in the model, outside its modules")
     for path in (path for path in outside if path not in holders):
         if path not in seen.called and held.issuperset(map(id, own_parameters(model, path))):
             tied.append(path)
@@ -126,9 +126,9 @@ def find_ends(seen: Recording, entering: Tensor) -> tuple[list[tuple[str, ...]],
     for path in (path for end in ends[:-1] for path in end):
         own = [each for each in model.get_submodule(path).parameters() if id(each) not in in_head]
         if depends(seen.logits, own, leaving):
-            raise seen.refusal(f"{path}, which lies before its blocks and which its head reads past them")
+            raise seen.refusal(f"{path}, which lies before the blocks but is also read by the head")
     if not all(ends):
-        raise seen.refusal(f"no parameters {'before' if ends[-1] else 'behind'} its blocks")
+        raise seen.refusal(f"no parameters {('before' if ends[-1] else 'after')} its blocks")
     found = [outermost(each) for each in ends]
     for path in holders:
         own = own_parameters(model, path)
@@ -167,7 +167,7 @@ def _calls(seen: Recording, path: str) -> list[int]:
 
 
 def _at_rest(seen: Recording, path: str) -> str:
-    """Return the path of a module; if it is not called, of its outermost holder of which nothing is called."""
+    """Return the path of a module, or if it is not called, of its outermost holder without called modules."""
     while path not in seen.called and not any(is_below(called, path.rpartition(".")[0]) for called in seen.called):
         path = path.rpartition(".")[0]
     return path
@@ -206,17 +206,17 @@ def task_of(config: PreTrainedConfig) -> Task:
     if not tasks:
         raise not_split(
             config,
-            "no class of transformers for text (causal, masked, encoder and decoder), speech to text, images with text "
-            "or classes of images",
+            "no transformers class for text (causal, masked, encoder-decoder), speech to text, images with "
+            "text, or image classification",
         )
     bare = {each.__name__ for each in _listed(config, transformers.AutoModel)}  # these say nothing about the task
     if named and named not in bare:
         classes = [each.__name__ for task in tasks for each in _classes(config, task)]
         raise InvalidModelError(
             field="architectures",
-            found=f"{named}, of another task",
+            found=f"{named}, a class for another task",
             expected=f"for a {config.model_type}: {', '.join(dict.fromkeys(classes))}",
-            hint="name the class that is trained, or leave architectures out for the first",
+            hint="name the class to train, or leave architectures out for the first",
         )
     is_encoder = getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder
     return Task.MASKED_LM if is_encoder and Task.MASKED_LM in tasks else tasks[0]
@@ -411,7 +411,6 @@ def _typed_buffers(
 
 
 def _image(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Channels, height and width of the model's input."""
     of_images = getattr(config, "vision_config", config)
     size = getattr(of_images, "image_size", None) or _IMAGE[1:]
     height, width = (size, size) if isinstance(size, int) else size

@@ -121,7 +121,7 @@ class StubbedModel(ABC):
             self.become(torch.float32, torch.device("cpu"))
 
     def become(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Put blanks of a dtype and on a device in the place of parameters that are not kept."""
+        """Replace parameters that are not kept by blanks of a dtype and a device."""
         if (dtype, device) == self._blank_for:
             return
         self._blank_for = dtype, device
@@ -203,7 +203,7 @@ class StubbedTransformers(StubbedModel):
             self._device = device
 
     def is_whole(self, path: str) -> bool:
-        """Return whether the layer keeps a module; of one that holds blocks it keeps parameters alone."""
+        """Return whether the layer keeps a module; of a module that holds blocks it keeps only parameters."""
         return path in self._keep and path not in self._holders
 
     def fate(self, module: nn.Module, path: str, name: str) -> Fate:
@@ -277,8 +277,6 @@ def holds_parameters(module: nn.Module) -> bool:
 
 
 class _PassingStub(Stub):
-    """A stub that passes the hidden state on."""
-
     def __init__(self, split: ModelSplit, layer: int) -> None:
         super().__init__()
         self._call = split.call_of(layer)

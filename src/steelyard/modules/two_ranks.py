@@ -178,7 +178,7 @@ def on_two_ranks(compared: Callable[[DeviceMesh], str]) -> str:
         for each in ranks:
             each.join(_PATIENCE_S)
     reasons = [outcomes[rank] for rank in sorted(outcomes) if outcomes[rank]]
-    return reasons[0] if reasons else "" if len(outcomes) == RANKS else "it does not end"
+    return reasons[0] if reasons else "" if len(outcomes) == RANKS else "it does not terminate"
 
 
 def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -250,7 +250,7 @@ def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], chai
         error = float((tensor - sums[path]).abs().max()) / max(float(tensor.abs().max()), least)
         if not error <= tolerance:
             what = path if path == "logits" else f"the gradient of {path}"
-            return f"{what} differs by {error:.0e} of its largest entry"
+            return f"{what} differs by {error:.0e} relative to its largest entry"
     return ""
 
 

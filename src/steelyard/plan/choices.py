@@ -87,7 +87,7 @@ class TradeOffs(PlanPart):
         """Memory limit of the chosen plan, in words: the budget, or the whole device if no plan keeps the reserve."""
         if any(point.is_chosen and point.memory_bytes > self.budget_bytes for point in self.points):
             return (
-                f"{format_bytes(self.device_bytes)} per device, of which no plan leaves "
+                f"{format_bytes(self.device_bytes)} per device; no plan leaves the reserved "
                 f"{format_bytes(self.margin_bytes)} free"
             )
         left = margin_text(self.budget_bytes, self.margin_bytes)

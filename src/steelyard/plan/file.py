@@ -35,7 +35,7 @@ def keep(path: Path, content: str) -> None:
         scratch.write_text(content)
         scratch.replace(path)
     except OSError as error:
-        _logger.warning("not kept for the next time: %s", error)
+        _logger.warning("not cached: %s", error)
 
 
 def digest(entries: Mapping[str, object]) -> str:
@@ -158,7 +158,7 @@ def _model_types(annotation: Any) -> list[Any]:
 
 _REMOVED_KEYS = {
     "spares": "remove the key: `steelyard train --elastic` plans when a node is lost",
-    "gathered_entries": "remove the key, of a loss over pairs that is no longer planned",
+    "gathered_entries": "remove the key: a loss over pairs is no longer supported",
 }
 _LINE_WIDTH = 110
 _SHOWN_WIDTH = 120

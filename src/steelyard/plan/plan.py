@@ -178,9 +178,9 @@ class Plan(PlanPart):
         if found.is_mixed:
             raise InvalidPlanError(
                 field="cluster",
-                found=f"a plan over {len(found.pools)} pools of unlike devices ({found.name})",
+                found=f"a plan over {len(found.pools)} device groups ({found.name})",
                 expected="a plan on one device type",
-                hint="plan for one of the pools alone",
+                hint="plan for one of the groups",
             )
         return found
 
@@ -350,7 +350,7 @@ def _check_chunks(plan: Plan, index: int, stage: StagePlan, *, takes_chunks: boo
         raise InvalidPlanError(
             field=f"stages[{index}].{own}",
             found=" and ".join(given) or "nothing",
-            expected=f"{own} alone: {form}, as {plan.schedule} takes them",
+            expected=f"only {own}, {form}, under {plan.schedule}",
             hint=f"write every stage once, with its layers under {own}, or change the schedule",
         )
     first, chunks = plan.stages[0].chunks or (), stage.chunks or ()
@@ -378,13 +378,13 @@ def _check_pools(plan: Plan) -> None:
             field="stages",
             found=f"{plan.num_devices} ranks",
             expected=f"{ends[-1]}, the devices of {plan.cluster}",
-            hint="name in cluster the pools that the plan uses, in the order of its ranks",
+            hint="list in cluster the device groups that the plan uses, in the order of its ranks",
         )
     if find_schedule(plan.schedule).takes_chunks:
         raise InvalidPlanError(
             field="schedule",
-            found=f"{plan.schedule} over {len(pools)} pools of unlike devices",
-            expected="a schedule without chunks: those of all stages are cut alike",
+            found=f"{plan.schedule} over {len(pools)} device groups",
+            expected="a schedule without chunks",
             hint=f"use the {USUAL.name} schedule",
         )
     for index, stage in enumerate(plan.stages):
@@ -393,8 +393,8 @@ def _check_pools(plan: Plan) -> None:
             raise InvalidPlanError(
                 field=f"stages[{index}].ranks",
                 found=f"[{stage.ranks[0]}, {stage.ranks[1]}]: ranks of {pools[place].name} and {pools[place + 1].name}",
-                expected=f"ranks of one pool; those of {pools[place].name} end with {ends[place] - 1}",
-                hint="end a stage where a pool ends",
+                expected=f"ranks of one device group; {pools[place].name} ends with rank {ends[place] - 1}",
+                hint="end the stage where the device group ends",
             )
 
 
@@ -407,9 +407,8 @@ def _check_coverage(plan: Plan, chain: ModelChain) -> None:
                 raise InvalidPlanError(
                     field=f"{_place(plan, index)}[{run_index}].layers",
                     found=f"[{first}, {last}]",
-                    expected=f"layers that go on from layer {expected_first} within 0 to {chain.num_layers - 1} "
-                    f"({chain.name} has {chain.num_layers} layers: embedding, "
-                    f"{chain.num_layers - 2} blocks, head)",
+                    expected=f"layers from layer {expected_first} on, within 0 to {chain.num_layers - 1} ({chain.name} "
+                    f"has {chain.num_layers} layers: embedding, {chain.num_layers - 2} blocks, head)",
                     hint="cover every layer once and in order",
                 )
             expected_first = last + 1
@@ -427,7 +426,7 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
     if plan.pipeline.schedule.splits_backward and (reason := levers.weight_pass_refusal()):
         raise InvalidPlanError(
             field="schedule",
-            found=f"{plan.schedule} beside {reason}",
+            found=f"{plan.schedule} with {reason}",
             expected="a schedule without weight passes",
             hint="use another schedule, or plan without that lever",
         )
@@ -509,7 +508,9 @@ def change_lines(plan: Plan) -> Iterator[str]:
     if split is not None and split.features is not None:
         yield split.features.words(plan.seq_len)
         if not plan.model.frozen:
-            yield f"trained: everything but {' and '.join(split.resting)}" if split.resting else "trained: everything"
+            yield (
+                f"trained: everything except {' and '.join(split.resting)}" if split.resting else "trained: everything"
+            )
     if plan.model.frozen is not None:
         yield f"frozen: {plan.model.frozen}"
     if (shared := plan.shared_heads(plan.chain())) is not None:

@@ -36,9 +36,9 @@ class CatalogueRates(PlanPart):
 
     def __str__(self) -> str:
         if self.is_stand_in:
-            return f"assumed: the device is of no known generation, so the entry {self.generation!r} is taken"
+            return f"assumed: unknown device generation, values of {self.generation!r}"
         if self.is_assumed:
-            return f"assumed for {self.generation}, of which no published run was fitted"
+            return f"assumed for {self.generation}, without fitted published runs"
         return f"fitted to published runs of {self.generation}"
 
 
@@ -81,7 +81,7 @@ class CostSource(ProfileIdentity):
 
     @property
     def _routing(self) -> str:
-        return "" if self.imbalance is None else f"; imbalance of divided experts assumed: {self.imbalance:g}"
+        return "" if self.imbalance is None else f"; expert load imbalance assumed: {self.imbalance:g}"
 
 
 TOLERANCE = 1e-4
@@ -92,10 +92,10 @@ Status = Literal["optimal", "gap", "simulated", "simplified", "priced"]
 class Certificate(PlanPart):
     """Degree of certainty that no plan is faster.
 
-    ``optimal``: no plan is faster, by the cost tables. ``gap``: the best plan found, within the time limit or among
-    those that fit; optimal to `TOLERANCE` if the gap is within it. ``simulated``: the fastest in simulation of several
-    plans that the search found. ``simplified``: the simplest of the plans that are slightly slower than the best found
-    (`FastestPlan`). ``priced``: given, not searched.
+    ``optimal``: no plan in the search space is faster under the cost model. ``gap``: the best plan found, within the
+    time limit or among those that fit; optimal to `TOLERANCE` if the gap is within it. ``simulated``: the fastest in
+    simulation of several plans that the search found. ``simplified``: the simplest of the plans that are slightly
+    slower than the best found (`FastestPlan`). ``priced``: given, not searched.
     """
 
     status: Status
@@ -114,7 +114,7 @@ class Certificate(PlanPart):
                 raise InvalidPlanError(
                     field=f"certificate.{field}",
                     found="nothing",
-                    expected=f"a number, since the status is {self.status}",
+                    expected=f"a number, because the status is {self.status}",
                     hint="plan again",
                 )
         return self
@@ -133,33 +133,33 @@ class Certificate(PlanPart):
         """Status in a word or two, and its meaning."""
         match self.status:
             case "optimal":
-                return "optimal", "none that was searched is faster"
+                return "optimal", "no plan in the search space is faster"
             case "gap" if self._is_within_tolerance:
-                return f"optimal to {TOLERANCE:.2%}", "no plan that fits is faster by more"
+                return f"optimal to {TOLERANCE:.2%}", "no plan in the search space is faster by more"
             case "gap":
                 is_over = self.time_limit_s is not None
-                ended = "left when the time was up" if is_over else "no plan that fits is faster by more"
+                ended = "left at the time limit" if is_over else "no plan in the search space is faster by more"
                 return f"gap {self.gap:.2%}", ended
             case "simulated":
-                return "simulated", "the fastest of the search's best"
+                return "simulated", "fastest of the search's best"
             case "simplified":
-                return f"gap {self.gap:.2%}", "the simplest; no plan that fits is faster by more"
+                return f"gap {self.gap:.2%}", "simplest plan; no plan in the search space is faster by more"
             case "priced":
                 return "none", "priced as given, not searched"
 
     def __str__(self) -> str:
-        by_more = "no plan that fits is faster by more"
+        by_more = "no plan in the search space is faster by more"
         found = f"best found, gap {self.gap or 0.0:.2%}: {by_more}"
         if self._is_within_tolerance:
-            found = f"optimal for the cost tables to {TOLERANCE:.2%}: {by_more}"
+            found = f"optimal under the cost model to {TOLERANCE:.2%}: {by_more}"
         elif self.time_limit_s is not None:
             limit = format_seconds(self.time_limit_s)
-            found = f"best so far, gap {self.gap:.2%}: the search ended at its limit of {limit}"
+            found = f"best found in {limit} (time limit), gap {self.gap:.2%}: {by_more}"
         return {
-            "optimal": "optimal for the cost tables",
+            "optimal": "optimal under the cost model: no plan in the search space is faster",
             "gap": found,
-            "simulated": f"fastest in simulation among the search's best {self.num_simulated}; in its closed form "
-            "another is",
+            "simulated": f"fastest in simulation of the search's best {self.num_simulated}, but not by the search's "
+            "closed form",
             "simplified": f"simplest found, gap {self.gap or 0.0:.2%}: {by_more}",
             "priced": "priced as given, not searched",
         }[self.status]
@@ -179,8 +179,8 @@ def shortfall(peak_bytes: int, budget_bytes: int, margin_bytes: int) -> str:
     if over <= 0:
         return ""
     if over > margin_bytes:
-        return f"does not fit: misses {format_bytes(over - margin_bytes)} per device"
-    return f"fits under pressure: takes {format_bytes(over)} of the {format_bytes(margin_bytes)} to be left free"
+        return f"does not fit: exceeds the memory by {format_bytes(over - margin_bytes)} per device"
+    return f"fits under pressure: uses {format_bytes(over)} of the reserved {format_bytes(margin_bytes)}"
 
 
 OWN_TERMS = ("compute", "remat", "host", "optimizer", "offload")
@@ -299,10 +299,10 @@ class HostUse(PlanPart):
     def __str__(self) -> str:
         taken = f"{format_bytes(self.node_bytes)} of tensors in the host memory of a node"
         if self.memory_bytes is None:
-            return f"{taken}, of which the cluster does not say how much there is: not checked"
+            return f"{taken}; not checked, because the cluster does not define its size"
         if not self.fits:
             return f"{taken}, more than its {format_bytes(self.memory_bytes)}"
-        rounded = "; pinned, each may take up to twice its size" if 2 * self.node_bytes > self.memory_bytes else ""
+        rounded = "; pinned tensors may take up to twice their size" if 2 * self.node_bytes > self.memory_bytes else ""
         return f"{taken}, of {format_bytes(self.memory_bytes)}{rounded}"
 
 
@@ -328,7 +328,8 @@ class Prediction(PlanPart):
     stages: tuple[StagePrediction, ...]
     certificate: Certificate
     lower_bound_s: limits.Seconds
-    """Lower bound of the step time: by the cost tables or, if processes share cores, by what the cores can compute."""
+    """Lower bound of the step time: by the cost tables or, if processes share cores, by what the cores can compute. At
+    most the step time, which the simulator may find shorter than the cost tables."""
     order_bound_s: limits.Seconds | None = Field(default=None, exclude_if=lambda bound_s: bound_s is None)
     """Lower bound of the step time over all orders of the plan's passes, if the schedule takes its order from times."""
     not_searched: tuple[str, ...] = ()
@@ -441,7 +442,7 @@ def gain_text(prediction: Prediction) -> str:
         return ""
     fitting = [(each.step_time_s, each) for each in prediction.baselines if each.step_time_s is not None]
     if not fitting:
-        return f"the only kind that fits: no plan with {ONE_STRATEGY} does"
+        return f"no baseline: no plan with {ONE_STRATEGY} fits"
     step_s, best = min(fitting, key=lambda pair: pair[0])
     words = against(1 - prediction.step_time_s / step_s, "as fast as")
     name = "" if best.name == ONE_STRATEGY else f", {best.name}"
@@ -465,7 +466,7 @@ def simplicity_line(num_groups: int, num_stages: int, prediction: Prediction) ->
     if is_deep:
         groups = f" and {format_plural(fastest.num_groups, 'group')}" if is_mixed else ""
         best = f"fastest plan, of {format_plural(fastest.num_stages or 1, 'stage')}{groups}"
-    return f"{', '.join(mine)}: {words} the {best} (take it with --simplify 0)"
+    return f"{', '.join(mine)}: {words} the {best} (choose it with --simplify 0)"
 
 
 def against(gain: float, same: str) -> str:

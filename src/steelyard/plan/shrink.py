@@ -49,8 +49,8 @@ def shrunk_plan(plan: Plan) -> Plan:
     if chain.split.module:
         raise InvalidModelError(
             field="model",
-            found=f"a plan for {chain.split.module}, a module of your own",
-            expected="a model whose config gives it at small width",
+            found=f"a plan for {chain.split.module}, your own module",
+            expected="a model with a config, from which it can be built at small width",
             hint="compare your own training loop with one process (docs/how-to/your-own-model.md shows how)",
         )
     if chain.features is not None:  # each part has a config, whose defaults transformers knows
@@ -95,7 +95,7 @@ def _small_chain(
     chain: ModelChain, blocks: Mapping[str, Any], kept: list[int], degree: int, expert_degree: int
 ) -> ModelChain:
     """Return the model at small width with the kept layers; ``blocks`` are the config entries of its blocks."""
-    assert isinstance(chain.split, ModelSplit), "of the user's own module there is no plan at small width"
+    assert isinstance(chain.split, ModelSplit), "a user's own module has no plan at small width"
     blocks_of = (each for each in chain.layer_types if each.role is LayerRole.BLOCK)
     heads = dict(size for each in blocks_of for size in each.tp_divides).get(KV_HEADS)
     given = ({} if heads is None or "num_attention_heads" not in chain.config else {"num_key_value_heads": heads}) | {
@@ -122,7 +122,7 @@ def config_of_blocks(chain: ModelChain, kept: list[int], *, is_compared: bool = 
     (``is_compared``).
     """
     split = chain.split
-    assert isinstance(split, ModelSplit), "of the user's own module there is no plan at small width"
+    assert isinstance(split, ModelSplit), "a user's own module has no plan at small width"
     if split.encoder or len({layer_type.shape for layer_type in split.kinds}) > 1:
         return (_config_of_stacks if split.encoder else _depths)(chain, kept)
     places = [layer for layer in kept if chain.type_of(layer).role is LayerRole.BLOCK]

@@ -41,7 +41,7 @@ def num_slices(shared: SharedWeight, strategies: Sequence[Strategy], chain: Mode
 
 _PRODUCTS = {
     LayerRole.EMBEDDING: "an embedding has none",
-    LayerRole.HEAD: "those of the head are the logits, most of what it holds",
+    LayerRole.HEAD: "those of the head are the logits, most of its memory",
 }
 
 
@@ -56,9 +56,9 @@ def illegal_reason(layer_type: LayerType, strategy: Strategy, batch: Batch) -> s
             if found is not None:
                 return found
     if strategy.remat is Remat.SELECTIVE and layer_type.role is not LayerRole.BLOCK:
-        return f"selective remat, which keeps matrix products, is for blocks: {_PRODUCTS[layer_type.role]}"
+        return f"selective remat keeps matrix products, so it is only for blocks: {_PRODUCTS[layer_type.role]}"
     if not strategy.is_aligned:
-        return f"the levels of {strategy.parallel} are not runs of the stage mesh"
+        return f"the levels of {strategy.parallel} are not consecutive axes of the stage mesh"
     return None
 
 

@@ -278,7 +278,8 @@ class Strategy:
                 raise InvalidPlanError(
                     field="parallel",
                     found=self.parallel,
-                    expected=f"levels that are runs of the stage mesh {'×'.join(map(str, sizes))}, outermost first",
+                    expected=f"levels that are consecutive axes of the stage mesh {'×'.join(map(str, sizes))}, "
+                    "outermost first",
                     hint="swap the levels or move a factor from one to the other",
                 )
             if level.dimension in dimensions:
@@ -322,7 +323,7 @@ class Strategy:
             raise InvalidPlanError(
                 field="parallel",
                 found=str(self),
-                expected="experts divided over whole axes of the stage mesh, the innermost of the data ranks",
+                expected="experts divided over whole axes of the stage mesh, the innermost data axes",
                 hint="choose another degree of ep",
             )
         return axes[place:]
@@ -476,7 +477,6 @@ def parse_strategy(text: str) -> Strategy:
 
 
 def _parse_flag(flag: str) -> tuple[str, Value]:
-    """Return key and value of the mode with this text."""
     known = {text: (key, value) for key, (_, each) in modes().items() for value, text in each.texts.items() if text}
     if flag not in known:
         texts = [next(text for text in each.texts.values() if text) for _, each in modes().values()]

@@ -327,7 +327,7 @@ def _plan_within(
         plan,
         cost,
         certificate,
-        lower_bound_s=lower_s,
+        lower_bound_s=min(lower_s, cost.step_time_s),
         alternatives=(*lost, *(() if job.is_mixed else _not_simulated(job, found))),
         found=[(each.plan, each.step_s) for each in found.ranked] if job.is_mixed else (),
     )
@@ -344,10 +344,10 @@ def _no_uniform_plan(job: Job) -> NoUniformPlanError:
     engine, is_free = job.engine, job.engine.capabilities.mixes_layers
     return NoUniformPlanError(
         field="--uniform" if is_free else "--engine",
-        found=f"{'no strategy' if is_free else f'{engine.name}, which has no strategy'} that every layer of "
-        f"{job.chain.name} can have with what else is asked",
+        found=f"{('no strategy' if is_free else f'{engine.name}, which has no strategy')} that every layer of "
+        f"{job.chain.name} can use within the other restrictions",
         expected="decisions, a batch and devices that leave one strategy for all layers",
-        hint=f"leave {'--uniform' if is_free else '--engine'} out, or what else is decided",
+        hint=f"leave {('--uniform' if is_free else '--engine')} out, or another restriction",
     )
 
 
@@ -437,7 +437,7 @@ def device_bytes(job: Job, tensor_bytes: int) -> int:
 def _miss_text(job: Job, found: Acceptance) -> str:
     miss, index = found.search.nearest_miss, found.search.nearest_index
     if job.is_mixed and miss is None:
-        return "a batch that some pipeline over these pools can divide among its ranks"
+        return "a batch that some pipeline over these device groups can divide among its ranks"
     if miss is None or index is None:
         unmeasured = {_why_unmeasured(job, outcome): None for outcome in found.search.configs}
         if all(unmeasured):

@@ -260,7 +260,7 @@ def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> Pl
             raise pin_error(request, result.job)
         return result
     if result.job.is_mixed:
-        progress("searching each pool alone, and even cuts, to compare with")
+        progress("searching each device group alone, and even cuts, for comparison")
         result = _compared_with_groups(result, request)
     else:
         result = _completed(result, request, result.job, progress)

@@ -206,9 +206,9 @@ def check_pool(plan: Plan, pool: str) -> None:
     if pool not in names:
         raise UserError(
             field="--pool",
-            found=repr(pool) if pool else f"nothing, and a plan over {len(names)} pools of unlike devices",
-            expected=f"the pool that this host is of: {', '.join(names)}" if plan.is_mixed else "a plan over pools",
-            hint="name on every host the pool of its devices" if plan.is_mixed else "leave --pool out",
+            found=repr(pool) if pool else f"nothing, but a plan over {len(names)} device groups",
+            expected=f"the device group of this host: {', '.join(names)}" if plan.is_mixed else "a plan over pools",
+            hint="pass --pool on every host" if plan.is_mixed else "leave --pool out",
         )
 
 

@@ -346,7 +346,6 @@ def _place_in(plans: list[Plan], plan: Plan) -> int:
 def _axes(
     engines: Sequence[_Way], levers: Sequence[_Way], grid: _Grid, request: PlanRequest
 ) -> tuple[Axis, Axis, Axis, Axis, Axis]:
-    """Return the axes in words and as options."""
     names = [request.engine.name, *(way.engine for way in engines)]
     unit, option = ("samples", "--global-batch") if grid.is_batch else ("tokens", "--seq-len")
     memory = [

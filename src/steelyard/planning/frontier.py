@@ -233,7 +233,7 @@ def find_offers(
             field="--cluster",
             found=f"{machines.name}, which has {len(parts)} parts of 0, 1, 2, 4, … nodes of each pool",
             expected=f"at most {MOST_OFFERS}",
-            hint="name smaller pools, or fewer",
+            hint="use smaller or fewer device groups",
         )
     limit_s = OFFER_LIMIT_S if request.time_limit_s is None else min(OFFER_LIMIT_S, request.time_limit_s)
     study, offers = Study(replace(request, time_limit_s=limit_s)), []

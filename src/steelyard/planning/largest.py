@@ -119,8 +119,6 @@ def _next(low: Mapping[int, int], high: Mapping[int, int], budget: int, sizes: S
 
 
 class _Sizes(NamedTuple):
-    """Sizes that can be tried."""
-
     given: Callable[[int], PlanRequest]
     """Function that builds the request of a size."""
     first: int

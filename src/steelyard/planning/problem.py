@@ -74,7 +74,7 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
         raise UserError(
             field="num_stages",
             found=str(decisions.num_stages),
-            expected="a number of stages that divides the devices of a pool, or the sum of such numbers",
+            expected="a number of stages that divides the devices of a group, or the sum of such numbers",
             hint="leave it out to have it searched",
         )
     offered: dict[int, tuple[Strategy, ...]] = {}
@@ -212,7 +212,7 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
         if all(each.splits_backward for each in schedules):
             raise UserError(
                 field="--schedule",
-                found=f"{', '.join(map(str, schedules))} beside {refused}",
+                found=f"{', '.join(map(str, schedules))} with {refused}",
                 expected="a schedule without weight passes",
                 hint="name another one as well, or leave the lever out",
             )

@@ -71,7 +71,7 @@ def recorded_profile(source: CostSource, *, folder: Path | None) -> Path:
             return place
     if found:
         raise _not_at_hand(f"{found[0]}, which has changed since the plan was made from it")
-    raise _not_at_hand(f"no file {path}, from which the plan was made, here or beside the plan")
+    raise _not_at_hand(f"no file {path}, from which the plan was made, here or next to the plan")
 
 
 def _not_at_hand(found: str) -> InvalidProfileError:
@@ -205,7 +205,7 @@ class PlanRequest:
             raise UserError(
                 field="--price",
                 found="a price without tokens",
-                expected="--tokens beside it: their device-hours are what is paid",
+                expected="--tokens with it, from which the paid device-hours follow",
                 hint="write for example --tokens 15T --price 2.5",
             )
 
@@ -263,7 +263,7 @@ def make_request(
         if own is not None and image_size is not None:
             raise UserError(
                 field="--image-size",
-                found=f"one for {own.split.module}, a module of your own",
+                found=f"one for {own.split.module}, your own module",
                 expected="the images of its sample",
                 hint="leave the option out",
             )
@@ -327,7 +327,9 @@ def request_of_plan(
         raise UserError(
             field="--cluster",
             found=f"{machines.name} for a plan over {plan.cluster}",
-            expected="the pools of the plan, or others of the same names" if plan.is_mixed else "one device type",
+            expected="the device groups of the plan, or others with the same names"
+            if plan.is_mixed
+            else "one device type",
             hint="leave --cluster out, or plan for this cluster",
         )
     profile, source = given.get("profile"), plan.prediction.profile if plan.prediction else None
@@ -387,7 +389,7 @@ def changed_chain(chain: ModelChain, levers: Levers, freeze: Sequence[str], own:
     path = default_folder("frozen") / f"{digest(entries | {'frozen': [*freeze, *map(str, chain.changes)]})}.json"
     found: Freeze | None = None
     if own is None:
-        found = read_kept(path, Freeze, "found again, since the kept list of what is frozen cannot be read")
+        found = read_kept(path, Freeze, "found again, because the cached list of frozen parameters cannot be read")
     if found is None:
         require_training("to find what is frozen the model is built")
         found = import_module("steelyard.modules.freezing").find_freeze(chain, freeze, own)
@@ -428,8 +430,8 @@ def _profiles(given: GivenProfiles | MeasuredProfile | None, machines: Cluster) 
         raise InvalidProfileError(
             field="--profile",
             found="one profile" if is_one else repr(given) if isinstance(given, str) else ", ".join(found),
-            expected=f"POOL=FILE, divided by commas, at most one for each pool of {', '.join(names)}",
-            hint="measure each device type by itself with `steelyard profile`; pools without a file are traced",
+            expected=f"NAME=FILE, separated by commas, at most one for each device group of {', '.join(names)}",
+            hint="measure each device type separately with `steelyard profile`; groups without a file are traced",
         )
     return {
         name: MeasuredProfile(each) if isinstance(each, Profile) else MeasuredProfile(*read_profile(each))
@@ -498,8 +500,8 @@ def _check_what_is_free(request: PlanRequest) -> None:
     if request.searched and (is_fewest or None in (request.seq_len, request.global_batch)):
         raise UserError(
             field=f"--{request.searched[0]}",
-            found=f"{AUTO} with a length, a batch or a number of devices that is free too",
-            expected="one thing at a time that the search chooses beside strategies",
+            found=f"{AUTO} with a free length, batch or number of devices",
+            expected="one choice of the search other than strategies at a time",
             hint=f"write for example --global-batch 64, or a value of --{request.searched[0]}",
         )
     if request.seq_len is not None:
@@ -577,7 +579,7 @@ def not_with_pools(asked: Mapping[str, object]) -> None:
     if option is not None:
         raise UserError(
             field=option.partition(" ")[0],
-            found=f"{option} with several pools of devices",
+            found=f"{option} with several device groups",
             expected="a cluster or a plan of one device type",
             hint="leave it out, or plan for one of the pools",
         )

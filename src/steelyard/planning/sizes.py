@@ -116,7 +116,7 @@ def largest_batch(study: Study, *, progress: Callable[[str], None] = lambda _: N
         if trial.tokens_per_s is None:
             return grown(f"{trial.size} samples do not fit")
         if best.has_margin and not trial.has_margin:
-            return grown(f"{trial.size} samples fit under pressure alone: no plan leaves the memory margin free")
+            return grown(f"{trial.size} samples only fit under pressure: no plan leaves the memory margin free")
         gain = trial.tokens_per_s / best.tokens_per_s - 1
         if gain < LEAST_GAIN:
             return grown(f"{trial.size} samples change throughput by {gain:+.2%} only")
@@ -178,7 +178,7 @@ def longest_sequence(request: PlanRequest, *, progress: Callable[[str], None] = 
         step //= 2
     short = min(length for length, trial in trials.items() if not _fits(trial))
     if trials[short].tokens_per_s is not None:
-        return longest(f"{short} tokens fit under pressure alone: no plan of theirs leaves the memory margin free")
+        return longest(f"{short} tokens only fit under pressure: no plan leaves the memory margin free")
     return longest(f"{short} tokens do not fit: {trials[short].reason}")
 
 

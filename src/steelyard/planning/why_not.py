@@ -182,7 +182,7 @@ def configs_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, .
     return (
         *(() if unmeasured is None else (unmeasured,)),
         *_by_reason("stages", why_not_stages),
-        NotSearched(what="stages", values=f"above {devices}", reason="a stage needs a device of its own"),
+        NotSearched(what="stages", values=f"above {devices}", reason="every stage needs at least one device"),
         *_by_reason("microbatches", why_not_counts),
         NotSearched(what="microbatches", values=f"above {batch}", reason="a microbatch needs a sample"),
         *(
@@ -240,7 +240,7 @@ def samples_not_measured(job: Job, decisions: Decisions) -> NotSearched | None:
     if not beyond:
         return None
     return NotSearched(
-        what="samples on a rank",
+        what="samples per rank",
         values=", ".join(f"{count:g}" for count in sorted(beyond)),
         reason=f"{beyond[max(beyond)]}; steelyard profile --global-batch {job.global_batch} measures all",
     )
@@ -349,7 +349,7 @@ def pin_error(request: PlanRequest, job: Job) -> UserError:
         field="--pin",
         found=", ".join(map(repr, request.decisions.pins)),
         expected="pins that some strategy of every layer meets together",
-        hint="leave one out: each alone can be met",
+        hint="leave one out: each of them is possible alone",
     )
 
 

@@ -110,7 +110,7 @@ class ElasticAgent(Agent):
         if self._saved_before is None:
             self._saved_before = saved
             who = format_plural(waiting, "host") if waiting else "devices of this host"
-            say(f"elastic: {who} back; the next complete checkpoint takes them in\n")
+            say(f"elastic: {who} back; they join at the next complete checkpoint\n")
         if saved == self._saved_before:
             return False
         self._saved_before = None
@@ -141,7 +141,7 @@ class ElasticAgent(Agent):
             return True
         if worker_group.group_world_size > 1:  # like a host that is switched off: the others continue without it
             self._stop_workers(worker_group)
-            raise SignalException(f"no device is left: {describe(failure)}", signal.SIGTERM)
+            raise SignalException(f"no device left: {describe(failure)}", signal.SIGTERM)
         return False
 
     def _give_up(self, failure: Failure, worker_group: WorkerGroup) -> None:
@@ -152,7 +152,7 @@ class ElasticAgent(Agent):
             os.environ[_VISIBLE] = ",".join(devices[:place] + devices[place + 1 :])
         self._spec.local_world_size -= 1
         say(
-            f"elastic: {describe(failure).splitlines()[0]}; host {socket.gethostname()} goes on with "
+            f"elastic: {describe(failure).splitlines()[0]}; host {socket.gethostname()} continues with "
             f"{format_plural(self._spec.local_world_size, 'process', 'processes')}. When the device is back: "
             f"kill -{RETURN_SIGNAL.name.removeprefix('SIG')} {os.getppid()}\n"
         )

@@ -127,7 +127,7 @@ def _check_environment() -> None:
         raise UserError(
             field="RANK",
             found="no torchrun environment",
-            expected="one of the processes that torchrun starts",
+            expected="a process started by torchrun",
             hint="use `steelyard train` or `steelyard profile`, or torchrun --nproc-per-node N -m steelyard.train …",
         )
 

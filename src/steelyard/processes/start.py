@@ -139,7 +139,7 @@ def run_processes(
             if failure is not None:
                 raise RankFailedError(describe(failure), failure)
             raise RankFailedError(
-                f"torchrun ended with exit code {exit_code} and no process said why; see its output", None
+                f"torchrun ended with exit code {exit_code} and no process reported a reason; see its output", None
             )
 
 
@@ -177,7 +177,7 @@ def _blame(end: End) -> int:
 
 def _silent(rank: int, end: End, reported: Sequence[Failure]) -> Failure:
     if end.stood_still:
-        message = f"stood still: it did not end within {END_S:.0f} s of being asked to (stopped, or waiting for a disk)"
+        message = f"hung: it did not end within {END_S:.0f} s after a request (stopped, or waiting for a disk)"
         if reported:
             first_line = reported[0].message.partition("\n")[0]
             message += f"; rank {reported[0].rank} waited for it: {first_line}"
@@ -187,7 +187,7 @@ def _silent(rank: int, end: End, reported: Sequence[Failure]) -> Failure:
     else:
         message = f"ended with exit code {end.exit_code} and no message"
     if end.last_words and not end.stood_still:
-        message += "; the last that it wrote:\n" + _last_lines(end.last_words)
+        message += "; its last output:\n" + _last_lines(end.last_words)
     return Failure(rank=rank, exit_code=1, time_s=0.0, error_type="", message=message, traceback="")
 
 

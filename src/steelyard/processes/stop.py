@@ -54,15 +54,15 @@ class StopRequest:
         if self._number:
             for each in STOP_SIGNALS:
                 signal.signal(each, signal.SIG_IGN)
-            raise EndedError(number, ", the second signal; the step that was running is lost")
+            raise EndedError(number, ", the second signal; the current step is lost")
         self._number, self._started_s = number, time.monotonic()
         part = self._folder / f"{_FILE}.part"
         part.write_text(str(number))
         part.rename(self._folder / _FILE)
         name = signal.Signals(number).name
         sys.stderr.write(
-            f"{name}: saving a checkpoint after this step, within {self._within_s:g} s (--timeout-s); "
-            "a second signal ends at once\n"
+            f"{name}: saving a checkpoint after this step, within {self._within_s:g} s (--timeout-s); a "
+            "second signal ends it at once\n"
         )
 
     def check(self) -> None:

@@ -58,7 +58,7 @@ def fit_latency_and_rate(sizes_bytes: Sequence[int], times_s: Sequence[float]) -
     `ValueError` for fewer than two different sizes or a time that is not positive.
     """
     if len(set(sizes_bytes)) < 2 or len(sizes_bytes) != len(times_s):
-        raise ValueError(f"two or more different sizes with a time each, not {sizes_bytes} and {times_s}")
+        raise ValueError(f"two or more different sizes with one time each, not {sizes_bytes} and {times_s}")
     if min(times_s) <= 0:
         raise ValueError(f"positive seconds, not {min(times_s)}")
     points = np.array([(1 / time, size / time) for size, time in zip(sizes_bytes, times_s, strict=True)])

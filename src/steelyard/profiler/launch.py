@@ -35,18 +35,16 @@ _BAR_WIDTH = 30
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, write the profile, and end the process with status 0 (done), 1 (failed) or 2 (a user's mistake)."""
-    parser = argparse.ArgumentParser(prog="steelyard.profiler", description="Measures a model on this machine.")
-    parser.add_argument("--model", required=True, help="packaged model or path of a config.json")
-    parser.add_argument("--split", type=Path, help="how the module splits that --model, FILE.py:FUNCTION, builds")
-    parser.add_argument("--levers", type=json.loads, default={}, help="what levers change of it, as JSON")
-    parser.add_argument("--frozen", type=Freeze.model_validate_json, help="what is frozen of it, as JSON")
-    parser.add_argument("--traced", required=True, type=Path, help="traced profile of the model")
-    parser.add_argument("--samples", nargs="+", type=int, default=[1, 2, 4], help="samples of a rank in a microbatch")
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds that measuring may take, about")
-    parser.add_argument(
-        "--began", type=float, help="Unix time from which the budget counts; default: the first message"
-    )
-    parser.add_argument("-o", "--output", required=True, type=Path, help="where the profile is written")
+    parser = argparse.ArgumentParser(prog="steelyard.profiler", description="Measure a model on this machine.")
+    parser.add_argument("--model", required=True, help="packaged model or path to a config.json")
+    parser.add_argument("--split", type=Path, help="split of the module that --model, FILE.py:FUNCTION, builds")
+    parser.add_argument("--levers", type=json.loads, default={}, help="levers as JSON")
+    parser.add_argument("--frozen", type=Freeze.model_validate_json, help="frozen parameters as JSON")
+    parser.add_argument("--traced", required=True, type=Path, help="path to the traced profile of the model")
+    parser.add_argument("--samples", nargs="+", type=int, default=[1, 2, 4], help="samples per rank and microbatch")
+    parser.add_argument("--budget", type=float, default=20.0, help="approximate time limit of measuring in seconds")
+    parser.add_argument("--began", type=float, help="Unix time at which the budget starts; default: the first message")
+    parser.add_argument("-o", "--output", required=True, type=Path, help="path of the profile to write")
     options = parser.parse_args(arguments)
     run_rank(lambda: _measure_and_write(options))
 

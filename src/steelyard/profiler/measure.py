@@ -133,7 +133,7 @@ def check_trace(trace: Profile, chain: ModelChain, *, seq_len: int, precision: L
             raise InvalidProfileError(
                 field=f"trace.identity.{field}",
                 found=repr(found),
-                expected=f"{expected!r}, as is to be measured",
+                expected=f"{expected!r}, the value to be measured",
                 hint=f"trace {chain.name} at the length and precision to be measured",
             )
 
@@ -146,7 +146,7 @@ def measurable_layers(trace: Profile, num_processes: int) -> list[LayerProfile]:
             field="trace.layers",
             found="; ".join(sorted({layer.shape_text for layer in trace.layers})),
             expected=f"a degree that divides the {num_processes} processes",
-            hint="trace undivided layers as well",
+            hint="also trace undivided layers",
         )
     return layers
 
@@ -158,7 +158,7 @@ def check_samples(samples: Sequence[int]) -> None:
             field="samples",
             found=str(list(samples)),
             expected="one or more whole numbers of 1 or more",
-            hint="give the samples that one rank holds in a microbatch, for example 1 2 4",
+            hint="give the samples per rank and microbatch, for example 1 2 4",
         )
 
 

@@ -198,8 +198,8 @@ class LayerProfile(ProfilePart):
             raise InvalidProfileError(
                 field=f"layers.{self.kind}.times",
                 found=f"measurements for {sizes} samples ({self.shape_text})",
-                expected="each number of samples once, fewest first",
-                hint="sort the measurements and remove repeated ones",
+                expected="each sample count once, in ascending order",
+                hint="sort the measurements and remove duplicates",
             )
         return self
 
@@ -214,7 +214,7 @@ class LayerProfile(ProfilePart):
             raise InvalidProfileError(
                 field=f"layers.{self.kind}.divided_experts",
                 found=f"nothing counted ({self.shape_text})",
-                expected="what a rank does where experts are divided over ranks",
+                expected="counts of a rank with sharded experts",
                 hint="trace or profile the model again",
             )
         even, twice = self.divided_experts
@@ -247,7 +247,7 @@ class LayerProfile(ProfilePart):
         raise InvalidProfileError(
             field=f"layers.{self.kind}.recomputations",
             found=f"no entry for remat {remat} ({self.shape_text})",
-            expected="one for every remat choice of the strategies",
+            expected="an entry for every remat choice of the strategies",
             hint="trace or profile the model again",
         )
 
@@ -285,8 +285,8 @@ class LayerProfile(ProfilePart):
             raise InvalidProfileError(
                 field=f"layers.{self.kind}.times",
                 found=f"measurements for {sizes} samples ({self.shape_text})",
-                expected=f"measurements that reach {samples:g} samples on a rank",
-                hint="profile with more microbatch sizes (steelyard profile --samples …)",
+                expected=f"measurements near {samples:g} samples per rank",
+                hint="profile with more micro-batch sizes (steelyard profile --samples …)",
             )
         upper = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)
         low, high = self.times[upper - 1], self.times[upper]
@@ -424,7 +424,7 @@ class Profile(ProfilePart):
             raise InvalidProfileError(
                 field="busy_speeds",
                 found=str(list(speeds)),
-                expected=f"{self.identity.num_devices} numbers that never rise, the last one 1",
+                expected=f"{self.identity.num_devices} numbers in descending order, the last one 1",
                 hint="profile the model again",
             )
         return self
@@ -522,8 +522,8 @@ def merge_profiles(a: Profile, b: Profile) -> Profile:
             raise InvalidProfileError(
                 field=f"identity.{field}",
                 found=repr(found),
-                expected=f"{first[field]!r}, as in the profile that it is merged into",
-                hint="merge profiles of one model on one machine only; keep the others in files of their own",
+                expected=f"{first[field]!r}, the value of the profile that it is merged into",
+                hint="merge only profiles of one model on one machine; keep the others in separate files",
             )
     layers = {_layer_key(layer): layer for layer in a.layers}
     for later in b.layers:

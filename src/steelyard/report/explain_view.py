@@ -58,7 +58,6 @@ def solve_view(title: str, result: SearchResult) -> RenderableType:
 
 
 def _counted(texts: list[str]) -> str:
-    """Return each text once, with its count."""
     return ", ".join(f"{text} ×{texts.count(text)}" for text in dict.fromkeys(texts))
 
 

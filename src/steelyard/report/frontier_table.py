@@ -47,7 +47,7 @@ def frontier_note(found: TradeOffs) -> str:
 
 def frontier_table(found: TradeOffs) -> Table:
     """Return a row per point, most memory first; the chosen plan and points in reserved memory are marked."""
-    figures = [number(each) for each in ("memory", "step", "tokens/s", "stages", "micro\nbatches")]
+    figures = [number(each) for each in ("memory", "step", "tokens/s", "stages", "microbatches")]
     title = f"Fastest plan within each memory budget (▶ within {found.limit_text})"
     table = plain_table(title, "", *figures, "strategies")
     for point in found.points:
@@ -69,7 +69,7 @@ def device_table(found: TradeOffs) -> Table:
     """Return a row per number of devices: its best plan, or why there is none."""
     priced = found.price_per_device_hour is not None
     cost = ("cost of\n10⁹ tokens",) if priced else ()
-    names = ("devices", "step", "tokens/s", *cost, "stages", "micro\nbatches")
+    names = ("devices", "step", "tokens/s", *cost, "stages", "microbatches")
     title = f"Best plan by number of devices, {format_bytes(found.device_bytes)} each"
     table = plain_table(title, *map(number, names), "strategies")
     for point in found.devices:

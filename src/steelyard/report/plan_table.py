@@ -256,7 +256,6 @@ def step_text(other: Alternative | ComparedBaseline) -> str:
 
 
 def _all_left(prediction: Prediction) -> list[str]:
-    """Return the headroom of each stage."""
     left = prediction.left_bytes()
     return [format_bytes(each) if each >= 0 else f"over by {format_bytes(-each)}" for each in left]
 

@@ -111,19 +111,19 @@ class _Unpickler(pickle.Unpickler):
         try:
             return _ALLOWED[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs") from None
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs") from None
 
 
 def _checked(found: Any) -> Metadata:
     if not isinstance(found, Metadata):
-        raise TypeError(f"it describes a {type(found).__name__}, no checkpoint")
+        raise TypeError(f"it describes a {type(found).__name__}, not a checkpoint")
     found.storage_meta = StorageMeta()
     for name, entry in found.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata) or not isinstance(entry.size, torch.Size):
-            raise TypeError(f"it describes {name} as no tensor")
+            raise TypeError(f"it does not describe {name} as a tensor")
     for place in found.storage_data.values():
         if Path(place.relative_path).name != place.relative_path:
-            raise ValueError(f"it names a file outside its folder, {place.relative_path}")
+            raise ValueError(f"it refers to a file outside its folder, {place.relative_path}")
     return found
 
 
@@ -299,7 +299,7 @@ def _read(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
     except CheckpointException as error:
         cause = _first_cause(error)
         is_foreign = isinstance(cause, UnpicklingError)  # torch's text tells how to run the code
-        reason = "its files hold something else than tensors" if is_foreign else _words(cause)
+        reason = "its files contain objects other than tensors" if is_foreign else _words(cause)
         raise damaged(f"{reader.path}: {reason}") from error
     except (OSError, EOFError) as error:
         raise damaged(f"{reader.path}: {_words(error)}") from error
@@ -311,13 +311,13 @@ def _not_written(error: BaseException, part: Path) -> InvalidCheckpointError:
     reason, expected = _words(cause), "a folder that stays writable"
     if getattr(cause, "errno", None) in _FULL_DISK or "inline_container" in str(cause):
         free = format_bytes(shutil.disk_usage(part.parent).free)
-        reason = f"the disk, of which {free} are free, or a limit on files took no more"
-        expected = "room for --keep-last checkpoints and one more"
+        reason = f"the disk is full ({free} free), or a file limit is reached"
+        expected = "space for --keep-last checkpoints plus one"
     return InvalidCheckpointError(
         field="--checkpoint-dir",
         found=f"{step} could not be written to {part.parent}: {reason}",
         expected=expected,
-        hint="make room and go on with --resume latest: the checkpoints before it are complete",
+        hint="free disk space and resume with --resume latest (earlier checkpoints are complete)",
     )
 
 

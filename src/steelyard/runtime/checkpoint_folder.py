@@ -124,7 +124,7 @@ def find_checkpoint(
         raise InvalidCheckpointError(
             field="--resume",
             found=f"{resume}, but no --checkpoint-dir",
-            expected="the folder whose latest checkpoint to take",
+            expected="the folder with the checkpoint to resume from",
             hint="give --checkpoint-dir DIR, or --resume DIR",
         )
     path = folder if resume == LATEST and folder is not None else Path(resume)
@@ -137,7 +137,7 @@ def find_checkpoint(
         raise InvalidCheckpointError(
             field="--resume",
             found=what,
-            expected="a checkpoint that steelyard wrote (step-…/), or a folder that holds some",
+            expected="a checkpoint written by steelyard (step-…/), or a folder of checkpoints",
             hint="check the path, or train from the start without --resume",
         )
     return found, faults
@@ -159,7 +159,7 @@ def checkpoint_to_resume(
     if resume is None or (resume == AUTO and options.checkpoint_dir is None):
         return None
     path, faults = find_checkpoint(resume, options.checkpoint_dir, known)
-    return path, [f"passed over a damaged checkpoint: {fault}" for fault in faults]
+    return path, [f"skipped a damaged checkpoint: {fault}" for fault in faults]
 
 
 def read_info(path: Path) -> CheckpointInfo:
@@ -180,7 +180,7 @@ def read_info(path: Path) -> CheckpointInfo:
         ) from error
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != info.step:
-        raise damaged(f"{path / INFO_FILE} of step {info.step}, which its folder is not named after")
+        raise damaged(f"{path / INFO_FILE} of step {info.step}, which differs from the name of its folder")
     for name, size in info.files.items():
         file = path / name
         actual = file.stat().st_size if file.is_file() else None
@@ -215,7 +215,7 @@ def content_fault(path: Path, *, index: int, num_shares: int) -> str | None:
         except OSError as error:
             return f"{path / name}: {error.strerror}"
         if not is_whole:
-            return f"{path / name} with other content than was written"
+            return f"{path / name}, whose content has changed since it was written"
     return None
 
 
@@ -236,7 +236,7 @@ def check_model(info: CheckpointInfo, path: Path, plan: Plan) -> None:
             field="--resume",
             found=f"{path} of {info.model_name} (config {info.config_hash})",
             expected=f"a checkpoint of {chain.name} (config {chain.config_hash}), the model of the plan",
-            hint="resume it with a plan for its model, or start anew in another --checkpoint-dir",
+            hint="resume it with a plan for its model, or start a new run in another --checkpoint-dir",
         )
 
 
@@ -252,7 +252,7 @@ def changes(
         raise InvalidCheckpointError(
             field="--seed",
             found=f"{options.seed}",
-            expected=f"{info.seed}, which the samples of the checkpoint's run were ordered by",
+            expected=f"{info.seed}, which ordered the samples of the checkpoint's run",
             hint=f"resume with --seed {info.seed}",
         )
     old, new = info.options, options.of_run(data)
@@ -265,15 +265,16 @@ def changes(
         raise UserError(
             field="--resume",
             found=f"{path} of a run with other options: {'; '.join(found.values())}",
-            expected="the options of that run, or leave to change them",
-            hint=f"to go on with the new ones add --allow-change {','.join(asked)}; to start anew, --no-resume",
+            expected="the options of that run, or permission to change them",
+            hint=f"to continue with the new options add --allow-change {','.join(asked)}; to start a new run add "
+            "--no-resume",
         )
     if data_samples is not None and info.step >= options.steps:  # else the checkpoint may still be found damaged
         raise UserError(
             field="--steps",
             found=f"{options.steps}, and a checkpoint after step {info.step} ({path})",
-            expected="more steps than are done",
-            hint="raise --steps, with --allow-change steps; to start anew, --no-resume",
+            expected="more steps than the checkpoint has",
+            hint="raise --steps and add --allow-change steps; to start a new run add --no-resume",
         )
     return found
 
@@ -283,8 +284,8 @@ def damaged(found: str) -> InvalidCheckpointError:
     return InvalidCheckpointError(
         field="--resume",
         found=found,
-        expected="a whole checkpoint that steelyard wrote",
-        hint="resume from an earlier one (--resume latest passes over damaged ones)",
+        expected="an intact checkpoint written by steelyard",
+        hint="resume from an earlier one (--resume latest skips damaged ones)",
     )
 
 
@@ -314,8 +315,8 @@ def lock_folder(folder: Path) -> TextIO:
             raise _not_writable(folder, error) from error
         raise InvalidCheckpointError(
             field="--checkpoint-dir",
-            found=f"{folder}, where another run is writing ({holder})",
-            expected="a folder for this run alone",
+            found=f"{folder}, to which another run is writing ({holder})",
+            expected="a folder used only by this run",
             hint="give another folder, or wait until that run has ended",
         ) from None
     return file
@@ -345,9 +346,9 @@ def prepare_folder(
     elif foreign:
         raise InvalidCheckpointError(
             field="--checkpoint-dir",
-            found=f"{foreign[-1].name} in {folder}, from which this run does not go on",
-            expected="an empty folder, or one whose latest checkpoint the run goes on from",
-            hint="go on with that run (--resume latest), give another folder, or start anew with --no-resume",
+            found=f"{foreign[-1].name} in {folder}, from which this run does not resume",
+            expected="an empty folder, or one whose latest checkpoint the run resumes from",
+            hint="resume that run (--resume latest), choose another folder, or start a new run with --no-resume",
         )
     try:
         for path in folder.iterdir():
@@ -368,13 +369,12 @@ def _not_writable(folder: Path, error: OSError) -> InvalidCheckpointError:
     return InvalidCheckpointError(
         field="--checkpoint-dir",
         found=f"{folder}: {error.strerror}",
-        expected="a folder that can be written",
+        expected="a writable folder",
         hint="check the path and its permissions",
     )
 
 
 def _fault(path: Path, known: Mapping[Path, str] | None) -> str | None:
-    """Return the fault of a checkpoint, or None."""
     try:
         _check(path, known)
     except InvalidCheckpointError as error:

@@ -36,7 +36,7 @@ def tokenizer_files(path: Path | None) -> dict[str, bytes]:
         raise InvalidDataError(
             field="tokenizer",
             found=f"{file}: {error.strerror}",
-            expected="a tokenizer.json, or a folder that holds one",
+            expected="a tokenizer.json, or a folder that contains one",
             hint="check the path",
         ) from error
 
@@ -57,7 +57,7 @@ def check_outputs(options: TrainOptions) -> None:
             raise UserError(
                 field="--tensorboard",
                 found="no package tensorboard",
-                expected="tensorboard, which writes the event files",
+                expected="the package tensorboard, which writes the event files",
                 hint="pip install tensorboard, or leave the option out (--metrics writes the same numbers)",
             ) from error
         check_folder(options.tensorboard, "--tensorboard")
@@ -66,7 +66,7 @@ def check_outputs(options: TrainOptions) -> None:
         raise UserError(
             field="--report-to",
             found=f"no package {', '.join(missing)}",
-            expected="accelerate, and what it tracks runs in",
+            expected="accelerate and the packages of the chosen trackers",
             hint=f"pip install {' '.join(missing)}, or leave the option out (--metrics writes the same numbers)",
         )
     if options.export_hf is not None:
@@ -78,9 +78,9 @@ def check_export(path: Path) -> None:
     if path.exists():
         raise InvalidCheckpointError(
             field="--export-hf",
-            found=f"{path}, which exists",
-            expected="the path of a new folder",
-            hint="give another path, or move that one away",
+            found=f"{path}, which already exists",
+            expected="the path of a folder that does not exist yet",
+            hint="choose another path, or move the existing folder",
         )
     check_folder(export_part(path), "--export-hf")
 
@@ -110,11 +110,11 @@ def check_host(plan: Plan, ranks: range, *, device: str | None) -> None:
     if device_type == "gpu" and num_gpus < len(ranks):
         raise InvalidPlanError(
             field="cluster",
-            found=f"a plan for {format_plural(plan.num_devices, 'GPU')} ({plan.cluster}), {len(ranks)} of them on this "
+            found=f"a plan for {format_plural(plan.num_devices, 'GPU')} ({plan.cluster}), {len(ranks)} on this "
             f"host, which has {num_gpus or 'none'}",
-            expected=f"{format_plural(len(ranks), 'GPU')} that torch can use",
-            hint="start it where they are (several hosts: `steelyard export --to torchrun`), see here whether it fits "
-            "with `steelyard check`, or insist on processes of this host's CPU with --device cpu",
+            expected=f"{format_plural(len(ranks), 'GPU')} available to torch",
+            hint="start it on the GPU hosts (for several hosts: `steelyard export --to torchrun`), check here "
+            "whether it fits with `steelyard check`, or force CPU processes with --device cpu",
         )
     if device_type == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -148,10 +148,10 @@ def _check_memory(plan: Plan, ranks: range) -> None:
     if needed > free:
         raise InvalidPlanError(
             field="memory",
-            found=f"a plan whose {format_plural(len(ranks), 'process', 'processes')} on this host take up to "
+            found=f"a plan whose {format_plural(len(ranks), 'process', 'processes')} on this host need up to "
             f"{format_bytes(needed)}",
-            expected=f"at most the {format_bytes(free)} that are free here",
-            hint=f"end what else holds memory, or plan with less of it: --memory {free // len(ranks) // 2**20}MiB",
+            expected=f"at most {format_bytes(free)}, the free memory of this host",
+            hint=f"free memory on this host, or plan with less: --memory {free // len(ranks) // 2**20}MiB",
         )
 
 
@@ -180,7 +180,7 @@ def check_world_size(plan: Plan, world_size: int) -> None:
         raise InvalidPlanError(
             field="stages.ranks",
             found=f"a plan for {plan.num_devices} processes",
-            expected=f"a plan for the {world_size} processes that were started",
+            expected=f"a plan for {world_size} processes, the number that was started",
             hint=f"start {plan.num_devices} processes, or plan for {world_size} devices",
         )
 
@@ -191,21 +191,22 @@ def check_elastic(options: TrainOptions) -> None:
         raise UserError(
             field="--pool",
             found=repr(options.pool),
-            expected="--elastic with it, and a plan over pools",
-            hint="leave --pool out: else ranks are of pools as the plan says, whatever their hosts are",
+            expected="--elastic, and a plan over several device groups",
+            hint="leave --pool out, because without --elastic the plan assigns ranks to device groups",
         )
     if options.elastic and options.checkpoint_dir is None:
         raise UserError(
             field="--elastic",
             found="no --checkpoint-dir",
-            expected="a folder for checkpoints, which those that are left go on from",
-            hint="add --checkpoint-dir DIR that all hosts see, and --checkpoint-every STEPS",
+            expected="a checkpoint folder, from which the remaining processes resume",
+            hint="add --checkpoint-dir DIR on a file system shared by all hosts, and --checkpoint-every STEPS",
         )
     if options.elastic and options.checkpoint_every >= options.steps:
         raise UserError(
             field="--elastic",
-            found=f"--checkpoint-every {options.checkpoint_every}, no checkpoint before the last of {options.steps}",
-            expected="a checkpoint on the way, which those that are left go on from",
+            found=f"--checkpoint-every {options.checkpoint_every}, so no checkpoint before the last of "
+            f"{options.steps} steps",
+            expected="an earlier checkpoint, from which the remaining processes resume",
             hint="lower --checkpoint-every",
         )
 
@@ -217,7 +218,7 @@ def check_engine(plan: Plan) -> None:
             field="engine",
             found=plan.engine,
             expected="a plan for steelyard's own runtime",
-            hint=f"write it for {plan.engine} with `steelyard export`, or plan without --engine",
+            hint=f"export it for {plan.engine} with `steelyard export`, or plan without --engine",
         )
 
 
@@ -227,8 +228,8 @@ def check_optimizer(plan: Plan, options: TrainOptions) -> None:
     if options.optimizer not in (None, planned):
         raise UserError(
             field="--optimizer",
-            found=f"{options.optimizer}, and a plan for {planned}",
-            expected="the plan's: its time and memory are those of that optimizer",
+            found=f"{options.optimizer}, but the plan is for {planned}",
+            expected="the plan's optimizer, for which its time and memory were predicted",
             hint=f"plan with it (steelyard plan … --optimizer {options.optimizer}), or leave the option out",
         )
 
@@ -242,9 +243,11 @@ def check_builder(plan: Plan, builder: str | None) -> None:
         return
     raise InvalidPlanError(
         field="--builder",
-        found=f"nothing, and a plan for {module}" if module else f"{builder!r}, and a plan for {plan.model.name}",
-        expected="the function that builds it: what a plan file holds is never run"
+        found=f"nothing, but the plan is for {module}"
         if module
-        else "none: it has a config",
-        hint="add --builder FILE.py:FUNCTION, as planned with; the file is run" if module else "leave --builder out",
+        else f"{builder!r}, but the plan is for {plan.model.name}",
+        expected="the function that builds it, because code in a plan file is never executed"
+        if module
+        else "no builder, because this model has a config",
+        hint="add --builder FILE.py:FUNCTION of planning; the file is executed" if module else "leave --builder out",
     )

@@ -32,7 +32,7 @@ class Divergence:
     def __init__(self, options: TrainOptions, *, is_cross_entropy: bool, in_fp16: bool = False) -> None:
         self._options, self._is_cross_entropy = options, is_cross_entropy
         self._limit = math.inf
-        self._note = ". In fp16 a forward pass has no values above 65504, whatever the loss scale" * in_fp16
+        self._note = ". In fp16, forward passes overflow above 65504, regardless of the loss scale" * in_fp16
         self._found = ("", 0)
         """Name of the last step's finding, and the number of consecutive steps with it."""
 
@@ -48,9 +48,9 @@ class Divergence:
             if not math.isfinite(value) and not name:
                 name, what, most = "finite", f"the {value_name} is {value}; the run has diverged", 1
         if not name and norm == 0 and not is_skipped:
-            name, what = "norm", f"the gradient norm is 0, so that nothing is trained (loss {loss:.4g})"
+            name, what = "norm", f"the gradient norm is 0, so nothing is trained (loss {loss:.4g})"
         if not name and loss > self._limit:
-            name, what = "loss", f"the loss is {loss:.4g}, above twice that of the first step"
+            name, what = "loss", f"the loss is {loss:.4g}, more than twice the loss of the first step"
         before, count = self._found
         count = count + 1 if name == before else 1
         self._found = name, count
@@ -63,8 +63,8 @@ class Divergence:
         )
         if ends:
             raise DivergedError(
-                f"step {number}: {what}, and nothing of this step is saved.\n  to fix: {advice}; --keep-going goes on"
+                f"step {number}: {what}; this step is not saved.\n  to fix: {advice}, or continue with --keep-going"
             )
         if name and count == 1 and dist.get_rank() == 0:
-            goes_on = "goes on (--keep-going)" if options.keep_going else f"ends after {most} such steps"
+            goes_on = "continues (--keep-going)" if options.keep_going else f"ends after {most} such steps"
             say(f"warning: step {number}: {what}; the run {goes_on}\n")

@@ -347,7 +347,7 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
         raise UserError(
             field="check",
             found="a process group in this process",
-            expected="a process without one: a dry run makes a fake group of its own",
+            expected="a process without one, because a dry run creates its own fake group",
             hint="run the check in another process",
         )
     with fake_group(rank, size):

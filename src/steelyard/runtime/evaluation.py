@@ -53,8 +53,8 @@ class Evaluation:
             raise UserError(
                 field="--eval-data",
                 found=SYNTHETIC,
-                expected="data that ends",
-                hint="give a file or a folder",
+                expected="finite data",
+                hint="pass a file or a folder",
             )
         self._data = open_run_data(source, model.plan, own, options)
         if self._data.num_samples < model.plan.global_batch and not isinstance(self._data, CompletionData):
@@ -62,7 +62,7 @@ class Evaluation:
                 field="--eval-data",
                 found=f"{self._data.num_samples} samples in {source}",
                 expected=f"at least a global batch of {model.plan.global_batch}",
-                hint="give more data",
+                hint="provide more data",
             )
 
     def after_step(self, num_steps: int) -> float | None:

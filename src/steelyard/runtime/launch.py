@@ -78,7 +78,7 @@ def launch(
                 if error.failure is None or error.failure.error_type != OUT_OF_MEMORY:
                     raise
                 if not plan.fallbacks:
-                    hint = "the plan has no fallback: plan again with less --memory, or with --fallbacks to have some"
+                    hint = "the plan has no fallback; plan again with less --memory, or add fallbacks with --fallbacks"
                     raise RankFailedError(f"{first_line(error)}\n  to fix: {hint}", error.failure) from error
                 plan = plan.fallback_plan(0)
                 print(_notice(plan, error), file=sys.stderr, flush=True)
@@ -129,9 +129,9 @@ def _notice(plan: Plan, error: RankFailedError) -> str:
     expected = "no prediction"
     if plan.prediction is not None:
         most = max(stage.total_bytes for stage in plan.prediction.stages)
-        expected = f"{format_seconds(plan.prediction.step_time_s)} a step, {format_bytes(most)} per device"
+        expected = f"{format_seconds(plan.prediction.step_time_s)} per step, {format_bytes(most)} per device"
     left = len(plan.fallbacks)
-    return f"{first_line(error)}\ngoing on with the next fallback of the plan ({expected}; {left} more after it)"
+    return f"{first_line(error)}\ncontinuing with the next fallback of the plan ({expected}; {left} more after it)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

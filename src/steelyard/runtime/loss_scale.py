@@ -80,9 +80,9 @@ class LossScale:
         torch._amp_update_scale_(self._scale, self._num_finite, found, GROWTH, BACKOFF, self._growth_interval)
         if self.is_skipped and self.value < 1:
             raise DivergedError(
-                "the loss scale has fallen below 1, and there still are gradients that are not finite: values of the "
-                "model leave the range of fp16 (65504), or the run has diverged. Lower --lr or raise --warmup-steps, "
-                "or plan with --precision bf16, or fp32 on devices without it."
+                "the loss scale fell below 1 and gradients are still not finite: values exceed the fp16 "
+                "range (65504), or the run has diverged. Lower --lr or raise --warmup-steps, or plan with "
+                "--precision bf16 (fp32 on devices without bf16)."
             )
 
 

@@ -72,7 +72,7 @@ def gather_strategies(model: ParallelModel, passed: dict[int, Passed]) -> tuple[
             found.setdefault(layer, set()).add(strategy)
     for layer, strategies in found.items():
         if len(strategies) > 1:
-            raise RuntimeError(f"ranks run layer {layer} under different strategies: {', '.join(sorted(strategies))}")
+            raise RuntimeError(f"ranks run layer {layer} with different strategies: {', '.join(sorted(strategies))}")
     return tuple(strategies.pop() for _, strategies in sorted(found.items()))
 
 

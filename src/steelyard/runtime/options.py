@@ -156,7 +156,7 @@ class TrainOptions:
             raise UserError(
                 field="--min-lr",
                 found=f"{self.min_lr:g}, with --lr {self.lr:g} and --schedule {self.schedule}",
-                expected="a rate that a falling schedule reaches",
+                expected="a schedule that decreases the learning rate",
                 hint="leave --min-lr out, or choose another --schedule" if self.schedule == CONSTANT else "lower it",
             )
         if not all(0 <= beta < 1 for beta in self.beta_pair):
@@ -165,7 +165,7 @@ class TrainOptions:
             raise UserError(
                 field="--sft" if self.sft else "--packing",
                 found="--max-data-bytes" if self.dataset else "no --dataset",
-                expected="rows of a prompt and a completion, of messages, or of text, whole",
+                expected="whole rows with a prompt and a completion, with messages, or with text",
                 hint="take a part as --dataset NAME@train[:1000]" if self.dataset else "add --dataset NAME",
             )
 
@@ -195,7 +195,7 @@ class TrainOptions:
                 field="--data",
                 found="neither" if data is None else f"{data}, and --dataset {' '.join(self.dataset)}",
                 expected="one of --data and --dataset",
-                hint="give text, token ids or images as --data, rows and mixtures of them as --dataset",
+                hint="pass text, token ids or images as --data, and rows and mixtures as --dataset",
             )
         return Path(data) if data is not None else Rows.parse(self.dataset)
 

@@ -184,8 +184,8 @@ class ParallelModel:
             raise InvalidModelError(
                 field="predict",
                 found=f"{self.chain.split.module}, whose last layer returns a loss",
-                expected="a model of transformers, whose head returns logits",
-                hint="evaluate its loss (eval_step), or predict by the module itself",
+                expected="a transformers model, whose head returns logits",
+                hint="evaluate its loss (eval_step), or predict with the module itself",
             )
         found: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad(), _evaluating(self.chunks):
@@ -328,7 +328,7 @@ class ParallelModel:
     def _deal_out(self, read: Callable[[list[int]], Any]) -> None:
         """Give every layer of a user's own module this rank's samples of it, microbatch by microbatch."""
         split, count = self.chain.split, self.plan.num_microbatches
-        assert isinstance(split, OwnSplit), "asked for a user's own module alone"
+        assert isinstance(split, OwnSplit), "only for a user's own module"
         found: dict[tuple[int, ...], Any] = {}
         for chunk in self.chunks:
             assert isinstance(chunk.side, OwnSharedInputs), "likewise"
@@ -528,12 +528,12 @@ def _unwrapped(model: nn.Module, plan: Plan) -> nn.Module:
         return model
     found, levers = changed
     for name, text in levers.items():
-        planned = plan.chosen_levers.texts.get(name, "nothing of the kind")
+        planned = plan.chosen_levers.texts.get(name, "nothing")
         if text != planned:
             raise InvalidPlanError(
                 field=f"levers.{name}",
                 found=planned,
-                expected=f"{text}, as the model has",
+                expected=f"{text}, as in the model",
                 hint="plan for the model: steelyard.find_plan(model, …)",
             )
     return found
@@ -573,8 +573,8 @@ def check_same_model(config: Any, chain: ModelChain) -> None:
     if config is None:
         raise InvalidPlanError(
             field="model",
-            found="a module without a config, which is no model of transformers",
-            expected=f"{chain.name}, a {chain.family.model_type} of transformers, as in the plan",
+            found="a module without a config, which is not a transformers model",
+            expected=f"{chain.name}, the transformers model ({chain.family.model_type}) of the plan",
             hint="plan your own module: steelyard.find_plan(model, cluster, sample=…) (docs/how-to/your-own-model.md)",
         )
     own_type = getattr(config, "model_type", None)  # of some types the class holds the part of text alone
@@ -590,6 +590,6 @@ def check_same_model(config: Any, chain: ModelChain) -> None:
             raise InvalidPlanError(
                 field=f"model.config.{key}",
                 found=f"{expected!r} in the plan",
-                expected=f"{found!r}, as the model has",
+                expected=f"{found!r}, the value of the model",
                 hint="plan for this model's config, or build the model from the plan's config",
             )

@@ -28,7 +28,7 @@ def launch_parity(plan: Plan, *, num_steps: int, max_processes: int) -> dict[str
             field="stages.ranks",
             found=f"a plan for {plan.num_devices} processes",
             expected=f"at most {max_processes} on this host",
-            hint=f"allow more with --max-processes {plan.num_devices}, each of which takes about 0.5 GiB",
+            hint=f"allow more with --max-processes {plan.num_devices} (about 0.5 GiB each)",
         )
     with tempfile.TemporaryDirectory(prefix="steelyard-") as name:
         folder = Path(name)

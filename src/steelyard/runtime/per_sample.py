@@ -14,8 +14,8 @@ def check_per_sample(plan: Plan) -> None:
     if any(each.token_degree > 1 for each in plan.strategies):
         raise InvalidPlanError(
             field="strategies",
-            found="cp, and samples of several sequences or with padding that is masked",
-            expected="whole samples on each rank, since cp divides one causal sequence",
+            found="cp, and samples with several sequences or masked padding",
+            expected="whole samples on each rank, because cp divides one causal sequence",
             hint="plan without cp, or pack rows into one sequence (--packing wrapped)",
         )
     small = shrunk_plan(plan)
@@ -24,5 +24,5 @@ def check_per_sample(plan: Plan) -> None:
             field="model_type",
             found=f"{plan.chain().family.model_type}: {reason}",
             expected="a model that masks attention between packed sequences, and to padding",
-            hint="give one sequence in each sample, or pack rows into one sequence (--packing wrapped)",
+            hint="use one sequence per sample, or pack rows into one sequence (--packing wrapped)",
         )

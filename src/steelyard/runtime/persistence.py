@@ -75,16 +75,16 @@ class Persistence:
                 raise UserError(
                     field=name,
                     found=f"{given} for {self._model.chain.split.module}",
-                    expected="no folder of transformers for a module that is none of its models",
-                    hint="load first weights in the builder; read the trained ones from a checkpoint "
+                    expected="no Hugging Face folder, because this module is not a transformers model",
+                    hint="load initial weights in the builder; read trained weights from a checkpoint "
                     "(--checkpoint-dir)",
                 )
         if options.merge and (not self._model.chain.has_adapters or self._state.takers()):
             quantized = self._model.chain.has_adapters
             raise UserError(
                 field="--merge",
-                found="adapters beside quantized weights" if quantized else "a plan without adapters",
-                expected="adapters beside weights in the precision that computes",
+                found="adapters on quantized weights" if quantized else "a plan without adapters",
+                expected="adapters on unquantized weights",
                 hint="export the adapters and merge them into the unquantized base with peft (merge_and_unload)"
                 if quantized
                 else "leave it out",
@@ -95,7 +95,7 @@ class Persistence:
         dist.all_gather_object(told, (restart_count(), taken_in or os.environ.get(LOST_VARIABLE, "")))
         restarts = max(count for count, _ in told)
         if restarts:
-            _say(f"started again ({restarts}): {next((why for _, why in told if why), 'a process was lost')}")
+            _say(f"restarted ({restarts}): {next((why for _, why in told if why), 'a process was lost')}")
         on_first_rank(self._lock_folder)
         resumed, known = whole_checkpoint(lambda known: checkpoint_to_resume(options, known, is_restart=restarts > 0))
         if options.export_hf is not None:
@@ -108,12 +108,12 @@ class Persistence:
             if options.metrics is not None:
                 on_first_rank(lambda: _keep_lines(options.metrics, info.step))
             lost = read_standing().num_steps - info.step
-            again = f"; {format_plural(lost, 'step')} lost, trained again" if restarts and lost > 0 else ""
-            anew = "" if restarts or options.resume != AUTO else " (--no-resume starts anew)"
+            again = f"; {format_plural(lost, 'step')} lost and repeated" if restarts and lost > 0 else ""
+            anew = "" if restarts or options.resume != AUTO else " (--no-resume starts a new run)"
             _say(*notices, f"resumed after step {info.step} from {path}{again}{anew}", *changed.values())
         elif options.init is not None:
             notices = load_weights(options.init, self._state, self._model.chain, seed=options.seed)
-            _say(*notices, f"first weights from {options.init}")
+            _say(*notices, f"initial weights from {options.init}")
         if options.checkpoint_dir is not None:
             self._checkpointer = Checkpointer(
                 options.checkpoint_dir,
@@ -125,7 +125,7 @@ class Persistence:
             )
 
     def _lock_folder(self) -> None:
-        """Lock the folder of checkpoints until this process ends, in whatever way."""
+        """Lock the folder of checkpoints until this process ends, even by a signal."""
         if self._options.checkpoint_dir is not None:
             self._lock = lock_folder(self._options.checkpoint_dir)
 
@@ -183,9 +183,8 @@ class Persistence:
         assert checkpointer is not None, "likewise"
         checkpointer.wait()
         raise StoppedError(
-            f"stopped by {signal.Signals(number).name} after step {num_steps} of {self._options.steps}; saved in "
-            f"{checkpoint_path(folder, num_steps)}\n"
-            "  to go on: start the same command again",
+            f"stopped by {signal.Signals(number).name} after step {num_steps} of {self._options.steps}; "
+            f"saved in {checkpoint_path(folder, num_steps)}\n  to continue: run the same command again",
             exit_code=128 + number,
         )
 
@@ -200,7 +199,7 @@ class Persistence:
             export_weights(
                 self._options.export_hf, self._state, self._model.plan, tokenizer=self._tokenizer, merge=merge
             )
-            _say(f"weights for {reader} are in {self._options.export_hf}")
+            _say(f"weights for {reader} written to {self._options.export_hf}")
         if self._lock is not None:
             self._lock.close()
 

@@ -76,10 +76,10 @@ def settled_plan(
 def _answer(
     path: Path, replan: Replan, hosts: Sequence[str], pools: Mapping[str, str], folder: Path | None
 ) -> dict[str, Any]:
-    """Return the plan and its ranks, or the mistake, for every process to read.
+    """Return the plan and its ranks, or the error, for every process to read.
 
-    ``hosts`` is the host of each process, ``pools`` the device group of each host. Says what was found, and writes a
-    new plan to ``folder``.
+    ``hosts`` is the host of each process, ``pools`` the device group of each host. Prints the finding and writes a new
+    plan to ``folder``.
     """
     counts = Counter(hosts)
     own_pools = [pools[host] for host in counts] if any(pools.values()) else []
@@ -98,7 +98,7 @@ def _answer(
     ranks = [rank for host in order for rank in of_hosts[host]]
     if found.notice:
         spare = [str(rank) for rank in range(len(hosts)) if rank not in ranks]
-        idle = f"; spare, until more come back: process {', '.join(spare)} of {len(hosts)}" if spare else ""
+        idle = f"; idle until more come back: process {', '.join(spare)} of {len(hosts)}" if spare else ""
         say(f"elastic: {found.notice}{idle}\n")
     return {"mistake": None, "plan": json.loads(dump_json(plan)), "ranks": ranks, "taken": taken}
 

@@ -76,8 +76,8 @@ def shard_layer(
         raise InvalidPlanError(
             field="parallel",
             found=f"{', '.join(unknown)} in {strategy}",
-            expected="dimensions that the runtime carries out: " + ", ".join(TWINS),
-            hint="plan without it, or add its twin in steelyard/modules/dimensions",
+            expected="dimensions that the runtime supports: " + ", ".join(TWINS),
+            hint="plan without it, or add its implementation in steelyard/modules/dimensions",
         )
     dtype = activation_dtype(precision)
     if chain.freeze is not None or weight_bytes == dtype.itemsize:

@@ -124,7 +124,7 @@ class RunState:
             found[f"model.{name}"] = parameter.detach()
             for slot, value in states.get(id(parameter), {}).items():
                 if not isinstance(value, Tensor):
-                    raise TypeError(f"the optimizer keeps a {type(value).__name__} as {slot}, which is no tensor")
+                    raise TypeError(f"the optimizer keeps a {type(value).__name__} as {slot}, which is not a tensor")
                 found[f"optimizer.{name}.{slot}"] = stored(value)
         return found
 

@@ -80,9 +80,9 @@ class SharedGradient:
 
 
 def find_shared_gradients(plan: Plan, chain: ModelChain, layers: Mapping[str, nn.Module]) -> list[SharedGradient]:
-    """Return all shared parameters of which this rank's ``layers`` hold a copy.
+    """Return all shared parameters with a copy in this rank's ``layers``.
 
-    A collective call on every rank: it makes the groups that join the stages that hold copies.
+    A collective call on every rank: it creates the groups that join the stages with copies.
     """
     strategies = plan.strategies
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}

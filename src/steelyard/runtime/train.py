@@ -71,7 +71,7 @@ class MemoryLimit:
     def check(self, peak_bytes: int) -> None:
         """Raise `MemoryExceededError` if the peak of a step is above the enforced budget."""
         if self._budget_bytes is not None and peak_bytes > self._budget_bytes:
-            raise MemoryExceededError(f"its tensors took {format_bytes(peak_bytes)} in a step; {self._predicted()}")
+            raise MemoryExceededError(f"its tensors reached {format_bytes(peak_bytes)} in a step; {self._predicted()}")
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -88,7 +88,7 @@ class MemoryLimit:
     def _message(self, cause: str) -> str:
         held = ""
         if torch.cuda.is_available():
-            held = f"its tensors took {format_bytes(torch.cuda.max_memory_allocated())} by then; "
+            held = f"its tensors reached {format_bytes(torch.cuda.max_memory_allocated())}; "
         return f"memory ran out; {held}{self._predicted()}\n{cause.splitlines()[0]}"
 
     def _predicted(self) -> str:
@@ -105,7 +105,7 @@ def _budget_bytes(plan: Plan) -> int:
             field="prediction",
             found="nothing",
             expected="a plan with a budget, for --enforce-memory",
-            hint="write the plan with `steelyard plan`, or leave the option out",
+            hint="make the plan with `steelyard plan`, or leave the option out",
         )
     return plan.prediction.device_bytes
 

@@ -131,9 +131,9 @@ def _joined(target: str, pieces: list[tuple[str, str | None]], converters: list[
     if len(merges) != len(converter.operations) or merges not in known:
         raise InvalidModelError(
             field="--init",
-            found=f"{target}, made by {', '.join(type(each).__name__ for each in converter.operations)}",
-            expected="a parameter that is stored as it is, stacked, or in rows",
-            hint="load and save the model with transformers under its present names (save_original_format=False)",
+            found=f"{target}, converted by {', '.join(type(each).__name__ for each in converter.operations)}",
+            expected="a parameter that is stored unchanged, stacked, or split by rows",
+            hint="load and save the model with transformers under its current names (save_original_format=False)",
         )
     by_pattern = {
         source: sorted(
@@ -187,8 +187,8 @@ def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 
             if missing:
                 raise _bad_init(
                     f"{path} without {_some(missing)}",
-                    "every parameter of the plan's model, by its name in transformers",
-                    "load and save the model with transformers, which writes all of them under today's names",
+                    "every parameter of the plan's model, under its transformers name",
+                    "load and save the model with transformers, which writes all of them under current names",
                 )
             for name, parameter in weights.items():
                 found = stored[name]
@@ -212,7 +212,7 @@ def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 
         for name in sum(stored[target].entries, ())
         if not name.endswith((".inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight", "position_ids"))
     )
-    return [f"{len(extra)} tensors of {path} are not of the model: {_some(extra)}"] if extra else []
+    return [f"ignored {len(extra)} tensors of {path} that are not in the model: {_some(extra)}"] if extra else []
 
 
 def _begin_beside(state: RunState, chain: ModelChain, seed: int) -> None:
@@ -267,7 +267,7 @@ class WeightFolder:
             return self._opened[file].get_slice(name)
         except SafetensorError as error:
             raise _bad_init(
-                f"{self.path / file} without {name}", "the file that the index names", "download it again"
+                f"{self.path / file} without {name}", "the file listed in the index", "download it again"
             ) from error
 
 
@@ -277,7 +277,7 @@ def check_weights(path: Path, chain: ModelChain) -> None:
         content = read_json(path / "config.json")
     except (OSError, ValueError) as error:
         raise _bad_init(
-            f"no config.json that can be read in {path}",
+            f"no readable config.json in {path}",
             "a Hugging Face folder: config.json and safetensors",
             "check the path",
         ) from error
@@ -289,7 +289,7 @@ def check_weights(path: Path, chain: ModelChain) -> None:
         if _is_compared(key) and _compared(found.get(key)) != _compared(expected.get(key)):
             raise _bad_init(
                 f"{key} = {found.get(key)!r} in {path / 'config.json'}",
-                f"{key} = {expected.get(key)!r}, as in the plan's model {chain.name}",
+                f"{key} = {expected.get(key)!r}, the value of the plan's model {chain.name}",
                 f"plan for these weights: {command('plan', path / 'config.json')} …",
             )
     _tensor_files(path)
@@ -346,8 +346,8 @@ def export_weights(
         raise InvalidCheckpointError(
             field="--export-hf",
             found=f"{path}: {str(error).splitlines()[0]}",
-            expected="a new folder on a disk with room",
-            hint="make room and export again from the last checkpoint (--resume)",
+            expected="a new folder on a disk with enough free space",
+            hint="free disk space and export again from the last checkpoint (--resume)",
         ) from error
 
 
@@ -362,7 +362,7 @@ def _tensor_files(path: Path) -> dict[str, str]:
         missing = sorted({file for file in files.values() if not (index.parent / file).is_file()})
         if missing:
             raise _bad_init(
-                f"no {_some(missing)} in {index.parent}", f"every file that {index.name} names", "download them again"
+                f"no {_some(missing)} in {index.parent}", f"every file listed in {index.name}", "download them again"
             )
         return files
     if not (path / SINGLE_FILE).is_file():
@@ -380,7 +380,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise _bad_init(f"{path}: {error}", "a whole safetensors file", "download it again") from error
+        raise _bad_init(f"{path}: {error}", "a complete safetensors file", "download it again") from error
 
 
 def _write_stage(

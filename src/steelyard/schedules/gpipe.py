@@ -15,8 +15,7 @@ class GPipe(Schedule):
     torchtitan_name = "GPipe"
     keeps_sends = True
     why_not_everywhere = (
-        "searched only where there are fewer microbatches than stages: elsewhere 1f1b holds fewer activations "
-        "and takes no longer"
+        "searched only with fewer microbatches than stages: otherwise 1f1b is as fast and holds fewer activations"
     )
 
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:

@@ -31,9 +31,8 @@ class Interleaved1F1B(Schedule):
     forwards_per_hop = 2
     """Forward passes that a stage runs ahead of the next stage."""
     why_nowhere = (
-        f"no configuration has two stages or more, as many microbatches, {MOST_TRIED} at most, and blocks that divide "
-        "into "
-        "chunks"
+        f"no configuration has two or more stages, at least as many microbatches (at most {MOST_TRIED}), and "
+        "blocks that divide into chunks"
     )
 
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:

@@ -32,7 +32,7 @@ class InterleavedZeroBubble(Interleaved1F1B):
     forwards_per_hop = 1
     splits_backward = True
     only_alone = True
-    why_not_everywhere = "searched only where --schedule names it alone"
+    why_not_everywhere = "searched only if --schedule names no other schedule"
 
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
         """Return the passes of interleaved 1F1B, with the weight pass of an earlier pass after each backward pass."""

@@ -45,7 +45,7 @@ def compiled(signature: str) -> Callable[[Kernel], Kernel]:
 
             return cast("Kernel", njit(cache=True, error_model="numpy")(kernel))
         if len(SIGNATURES) == 1:
-            logging.getLogger(__name__).warning("the search is not compiled here, and slow: pip install numba")
+            logging.getLogger(__name__).warning("the search is slow because it is not compiled: pip install numba")
         return kernel
 
     return decorate

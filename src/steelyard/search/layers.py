@@ -73,7 +73,7 @@ MAX_PRICES_PER_LEVEL = 4
 HIGH_PRICES = np.array([4.0, 16.0])
 """Prices tried in addition, in multiples of the highest one."""
 
-MEAN_MOMENTS = (0, 1, 8)
+MEAN_MOMENTS = (0, 4)
 """Numbers of layers before the last one of a run whose mean moment bounds its memory; 0 is the last one itself."""
 
 MAX_TYPES_SCREENED = 32

@@ -140,7 +140,7 @@ def solve_problem(problem: Problem, budget_bytes: int | None = None, **options: 
     budget = problem.budget_bytes if budget_bytes is None else budget_bytes
     if budget is None:
         raise InvalidProblemError(
-            field="budget_bytes", found="none", expected="a budget in the file or on the command", hint="add one"
+            field="budget_bytes", found="none", expected="a budget", hint="add budget_bytes to the file, or --memory"
         )
     if budget > MOST_BYTES:
         raise InvalidProblemError(field="budget_bytes", found=str(budget), expected=f"at most {MOST_BYTES}")

@@ -106,4 +106,4 @@ def _compared(tables: CostTables, layer_type: int, index: int, dominator: int) -
         if table[layer_type, dominator] < table[layer_type, index]
     ]
     of = tables.strategies[dominator]
-    return f"{of} takes less {' and '.join(better)}, and no more of the rest" if better else f"{of} costs the same"
+    return f"{of} needs less {' and '.join(better)} and no more of anything else" if better else f"{of} costs the same"

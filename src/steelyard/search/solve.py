@@ -400,7 +400,7 @@ def _reason(given: OnDemand, result: ConfigResult, score_s: float, fastest_s: fl
     if result.status == "infeasible" or result.lower_bound_s == np.inf:
         return _why_infeasible(given, result, budget_bytes)
     if result.status == "beaten" and result.solution is None:
-        return f"left unsolved: no plan of it takes less than {format_seconds(result.lower_bound_s)} a step"
+        return f"pruned: every plan takes at least {format_seconds(result.lower_bound_s)} per step"
     unproven = "" if result.status == "optimal" else f", not proven best of its configuration (gap {result.gap:.1%})"
     if score_s <= fastest_s:
         return "fastest" + unproven
@@ -416,10 +416,10 @@ def _why_infeasible(given: OnDemand, result: ConfigResult, budget_bytes: int) ->
         return f"has {tables.pipeline.num_stages} stages for {len(tables.layers)} layers"
     if result.miss is None:
         fits_otherwise = result.lower_bound_s < np.inf
-        return "does not fit with these cuts" if fits_otherwise else "has a layer without a legal strategy"
+        return "does not fit with this pipeline split" if fits_otherwise else "has a layer without a legal strategy"
     layer = result.miss.layer
     return (
-        f"does not fit: {format_bytes(result.miss.miss_bytes)} more than {format_bytes(budget_bytes)} per device "
-        f"would do; stage {result.miss.stage} binds, most of all layer {layer} "
+        f"does not fit: needs {format_bytes(result.miss.miss_bytes)} more than {format_bytes(budget_bytes)} "
+        f"per device; the bottleneck is stage {result.miss.stage}, layer {layer} "
         f"({tables.layer_types[tables.layers[layer]]})"
     )

@@ -157,7 +157,7 @@ def _reach(levels: Levels, options: SpaceOptions) -> str | None:
         if most is not None and level.degree > most:
             return f"{level.dimension} {level.degree} is above the largest allowed, {most}"
         if node is not None and level.dimension.stays_in_node and (span := degree_of(levels[position:])) > node:
-            return f"a {level.dimension} group would reach across {span} ranks, a node has {node}"
+            return f"a {level.dimension} group would span {span} ranks, but a node has {node}"
     return None
 
 
@@ -216,7 +216,7 @@ def _refusals(strategy: Strategy, options: SpaceOptions) -> Iterator[str | None]
 def _refusals_of_leaf(strategy: Strategy, options: SpaceOptions) -> Iterator[str | None]:
     """Yield the reasons of `refusal` that are specific to a leaf, beyond its levels and the options' choices."""
     if options.aligned_only and not strategy.is_aligned:
-        yield f"the levels of {strategy.parallel} are not runs of the stage mesh"
+        yield f"the levels of {strategy.parallel} are not consecutive axes of the stage mesh"
     if options.insists is None or not options.insists(strategy):
         for dimension in strategy.dimensions:
             yield dimension.not_worth(strategy.levels, options.devices_per_node)

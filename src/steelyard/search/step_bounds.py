@@ -80,9 +80,9 @@ def priced_layers(
         kept = order[np.append(True, rising[1:] < np.minimum.accumulate(rising)[:-1])[: len(order)]]
         prices = np.unique(np.concatenate([prices, -np.diff(own_s[kept]) / np.diff(own_bytes[kept])]))
     prices = prices[np.linspace(0, len(prices) - 1, NUM_PRICES).round().astype(int)]
-    paid = np.where(legal, seconds, np.inf)[:, :, None] + num_bytes[:, :, None] * prices
-    priced = paid.min(axis=1, initial=np.inf)
-    used = layers > 0
+    priced, used = np.full((len(layers), NUM_PRICES), np.inf), layers > 0
+    paid = np.where(legal[used], seconds[used], np.inf)[:, :, None] + num_bytes[used, :, None] * prices
+    priced[used] = paid.min(axis=1, initial=np.inf)
     return PricedLayers(prices=prices, priced_s=priced, whole_s=layers[used] @ priced[used])
 
 
@@ -142,7 +142,7 @@ def least_step_s(
         return float(weights @ (handed + fixed[own] - paid[own]) + layers_s)
 
     bound_s = dual_s(more)
-    if rooms is None or not math.isfinite(bound_s):
+    if rooms is None or not free.any() or not math.isfinite(bound_s):
         return bound_s
     commonest = int(layers.argmax())
     block = np.stack([stage.priced_s[commonest] for stage in stages])

@@ -53,13 +53,13 @@ def cached_trace(
         try:
             return parse_file(path, Profile, InvalidProfileError, what="profile")
         except InvalidProfileError as error:
-            _logger.warning("traced again, since the cached trace cannot be read: %s", error)
+            _logger.warning("traced again, because the cached trace cannot be read: %s", error)
     if chain.split.module and own is None:
         raise InvalidProfileError(
             field="trace",
             found=f"no trace of {chain.split.module} with this torch on this machine",
-            expected="one that planning has left here, or the module itself",
-            hint="plan again with the module; a prediction in the plan stands without",
+            expected="a trace cached by planning, or the module itself",
+            hint="plan again with the module; the prediction in the plan remains valid",
         )
     packaged = None
     if chain.freeze is None and not chain.changes and not with_products:
@@ -69,7 +69,7 @@ def cached_trace(
     part = f" with {chain.freeze.of} frozen" if chain.freeze else ""
     what = f"the trace of {chain.name}{part} at {seq_len} tokens in {precision} for {max(degrees)} devices per node"
     there = "" if chain.freeze else packaged_lengths(chain, precision)
-    require_training(f"{what} is neither packaged nor kept from before" + (f" (packaged: {there})" if there else ""))
+    require_training(f"{what} is neither packaged nor cached" + (f" (packaged: {there})" if there else ""))
     from steelyard.tracer.trace import trace
 
     with changed_split_refused(chain.split, partial(split_of, chain.config)):
@@ -84,7 +84,7 @@ def cached_trace(
 @cache
 def _say_kept(folder: Path) -> None:
     """Log once per process where traces are kept."""
-    _logger.info("traced with torch; traces are kept for the next time in %s", folder)
+    _logger.info("traced with torch; traces are cached in %s", folder)
 
 
 def _key(

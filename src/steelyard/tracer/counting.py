@@ -185,7 +185,6 @@ def live_bytes(log: list[tuple[int, int]], *, without: set[int]) -> list[int]:
 
 
 def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCounts:
-    """Return the counts that an operation adds."""
     if func.namespace == "_c10d_functional":
         return _effect_of_collective(func, args, out)
     packet = func._overloadpacket
@@ -239,7 +238,7 @@ def _effect_of_collective(func: Any, args: tuple[Any, ...], out: Any) -> OpCount
             field="collective",
             found=f"the layer calls {name}",
             expected="one of " + ", ".join(sorted(_COLLECTIVES)),
-            hint="this collective has no cost yet: add it in steelyard/tracer/counting.py",
+            hint="this collective has no cost model: add it in steelyard/tracer/counting.py",
         )
     collective = _COLLECTIVES[name]
     whole = out if collective == "all_gather" else args[0]

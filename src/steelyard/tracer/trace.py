@@ -54,8 +54,8 @@ def folded_products(
         raise InvalidModelError(
             field="products",
             found=f"{len(few)} products for {samples[0]} samples, {len(many)} for {samples[1]}",
-            expected="as many for any number of samples",
-            hint="the layer's operations must not depend on the batch's size",
+            expected="the same number for any number of samples",
+            hint="the layer's operations must not depend on the batch size",
         )
     counts = Counter((one, _growing(one, other)) for one, other in zip(few, many, strict=True))
     products = [Product(**each._asdict(), grows="groups", count=count) for each, count in looped.items()]

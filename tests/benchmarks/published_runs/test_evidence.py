@@ -20,7 +20,7 @@ from tests.benchmarks.published_runs.test_score import made
 
 
 def job(*last: Forecast, name: str = "j", first: int = 0) -> list[Forecast]:
-    """A source's worth of runs of one job with nothing alike, ranked as they were measured, and these."""
+    """Return as many dissimilar runs of one job as a source needs, ranked as measured, followed by these runs."""
     others = range(first, first + MIN_JUDGED)
     return [made(5.0 + n, 5.0 + n, job=name, number=n, dp=str(n), grad_accum="4", mbs="1") for n in others] + list(last)
 

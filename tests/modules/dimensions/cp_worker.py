@@ -208,7 +208,7 @@ def before_ranks() -> None:
 
 
 def compare() -> dict[str, Any]:
-    """What a sample of the cases, the control and what is refused find, the same on every rank."""
+    """Return the results of a sample of the cases, of the control and of the refused cases, identical on every rank."""
     return {
         "cases": _differences({name: CASES[name] for name in SAMPLE}),
         "control": _differences({"": CONTROL})[""],

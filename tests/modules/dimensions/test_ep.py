@@ -240,7 +240,7 @@ def test_a_degree_that_does_not_divide_what_tp_leaves_is_an_error() -> None:
     with fake_world(8):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("ep", "tp"))
         apply_tensor_parallel(layer, CHAIN, mesh["tp"], sp=False)
-        with pytest.raises(InvalidPlanError, match="ep4 for 4 experts, of which each tp rank has 2"):
+        with pytest.raises(InvalidPlanError, match="ep4 for 4 experts, 2 per tp rank"):
             apply_expert_parallel(layer, mesh["ep"])
 
 

@@ -81,7 +81,7 @@ def test_a_step_of_torch_does_and_holds_what_the_lever_says(shape: tuple[int, in
 
 
 def names_of_matrices(config: dict[str, Any], num_layers: int) -> tuple[set[str], set[str]]:
-    """Of the parameters of two and more dims of one process: hidden matrices, and all others."""
+    """Return the names of the parameters with two or more dims: hidden matrices, and all others."""
     strategies = ", ".join(["single"] * num_layers)
     plan = make_plan(config, strategies, num_devices=1, global_batch=2, num_microbatches=1, seq_len=16)
     with one_process():

@@ -14,7 +14,7 @@ from steelyard.runtime.peak_memory import held_tensors
 
 BETAS, DECAY, STEPS = (0.9, 0.95), 0.1, 4
 SHAPES = ((512, 1024), (300,), (2048, 2), (1000, 1025))
-"""More entries than are updated at once, too few to be quantized, just enough, and more than once with some left."""
+"""Numbers of entries: more than one update, too few to quantize, just enough, and several updates with a rest."""
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
@@ -23,7 +23,7 @@ def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
 
 
 def trained(optimizer: Optimizer) -> list[Tensor]:
-    """Its parameters after some steps with learning rates as a run sets them."""
+    """Return the parameters after some steps with learning rates set as in a run."""
     group = optimizer.param_groups[0]
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):

@@ -67,8 +67,7 @@ MAY_HOLD = {
     "runtime/weights.py": THEIRS,
     "tracer/trace.py": DATA,
 }
-"""The modules beside these that may have a dimension as a part of a longer name, as in ``no_tp``, each with the
-reason."""
+"""Other modules that may have a dimension as a part of a longer name, such as ``no_tp``, each with the reason."""
 
 TEXTS = {text.lstrip("+") for _, mode in modes().values() for text in mode.texts.values()} - {""}
 NAMES = {*DIMENSIONS, *modes(), *TEXTS}

@@ -15,7 +15,7 @@ HOSTILE = "<script>alert(1)</script>&\"'</title>"
 
 
 def pipelined(*, num_microbatches: int = 8) -> ReportContents:
-    """Two stages of unlike strategies, with baselines, a frontier, and texts that try to be markup."""
+    """Two stages of different strategies, with baselines, a frontier, and texts that try to be markup."""
     of = job(cluster(2, 4))
     planned = plan(
         of,

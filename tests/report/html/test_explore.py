@@ -116,7 +116,7 @@ def show(browser: Browser, page: Path, *, width: int = 1280, dark: bool = False)
 
 
 def move(browser: Browser, place: tuple[int, ...]) -> dict[str, Any]:
-    """Return what is seen after every control was set, one after another, as a user's hand sets it."""
+    """Return the visible text after setting every control in turn, as a user would."""
     engine, lever, size, devices, memory = place
     for name, value in (("size", size), ("devices", devices), ("memory", memory)):
         browser.run(
@@ -129,7 +129,7 @@ def move(browser: Browser, place: tuple[int, ...]) -> dict[str, Any]:
 
 
 def expected(place: tuple[int, ...], found: Exploration) -> tuple[str, int]:
-    """The start of what is said of a place, and how many sections its plan has."""
+    """Beginning of the text for a point, and the number of sections of its plan."""
     point = next((each for each in found.points if each.place == place), None)
     if point is None:
         return "Not solved", 0

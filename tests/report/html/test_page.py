@@ -159,8 +159,8 @@ def test_rates_that_were_fitted_are_said_to_be_fitted() -> None:
 
 def test_the_rates_of_a_device_that_is_not_known_are_said_to_be_assumed() -> None:
     found = single()
-    assert "no known generation" in dict(_job_facts(found.job))["reached"]
-    assert "no known generation" in printed(plan_view(found.plan))
+    assert "unknown device generation" in dict(_job_facts(found.job))["reached"]
+    assert "unknown device generation" in printed(plan_view(found.plan))
 
 
 def printed(view: RenderableType) -> str:
@@ -347,7 +347,7 @@ def test_strategies_that_differ_in_remat_alone_share_the_hue_and_not_the_pattern
         ("tp2-dp4", "every matrix over 2 strided ranks"),
         (
             "dp4-tp2+sp remat=selective",
-            "every matrix over 2 neighbouring ranks, the sequence too (sp); keeps matrix products",
+            "every matrix over 2 neighbouring ranks, and the sequence (sp); keeps matrix products",
         ),
     ],
 )

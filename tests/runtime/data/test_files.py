@@ -1,4 +1,4 @@
-"""Tests of token files: what is read from them, and refusals."""
+"""Tests of token files: tokens read, and refusals."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_a_file_that_shrinks_is_an_error_that_says_so(tmp_path: Path, name: str)
     with path.open("r+b") as opened:
         opened.truncate(path.stat().st_size - 4)
     assert file.read(0, 3).tolist() == TOKENS[:3]
-    with pytest.raises(InvalidDataError, match="has become shorter than the 5 tokens"):
+    with pytest.raises(InvalidDataError, match="became shorter than its 5 tokens"):
         file.read(2, 3)
 
 

@@ -113,7 +113,7 @@ def test_documents_of_rows_are_tokens_made_once_and_again_when_rows_change(
     [
         (["a:0"], "found a:0"),
         (["a:-1", "b:2"], "found a:-1 b:2"),
-        (["a:1", "b"], "a weight above 0 for each"),
+        (["a:1", "b"], "a weight above 0 for every dataset"),
         (["a:1e999"], "found a:1e999"),
         (["a:1.2.3"], "found a:1.2.3"),
         (["a:1e400", "b:1"], "found a:1e400"),
@@ -202,11 +202,11 @@ def test_rows_without_targets_in_a_sample_are_left_out_and_samples_have_one_leng
         ({"text": "a"}, TEMPLATE, "found columns text in"),
         ({"prompt": "w1"}, TEMPLATE, "found columns prompt in"),
         ({"prompt": "w1", "completion": None}, TEMPLATE, "a str and a NoneType, not text, in row 1"),
-        ({"messages": "w1"}, TEMPLATE, "no list of messages, in row 1"),
+        ({"messages": "w1"}, TEMPLATE, "not a list of messages, in row 1"),
         ({"messages": TALK}, None, "a tokenizer without a chat template"),
-        ({"messages": TALK}, FORGETFUL, "turns that the chat template writes anew"),
-        ({"messages": TALK}, REFUSING, "the chat template refuses: roles must alternate, in row 1"),
-        ({"messages": TALK[:1]}, TEMPLATE, "no target in the first 16 tokens of any of 1 rows"),
+        ({"messages": TALK}, FORGETFUL, "turns that the chat template formats differently"),
+        ({"messages": TALK}, REFUSING, "the chat template rejects: roles must alternate, in row 1"),
+        ({"messages": TALK[:1]}, TEMPLATE, "no target in the first 16 tokens of any row of"),
     ],
 )
 def test_rows_that_teach_nothing_are_refused(
@@ -245,7 +245,7 @@ def _plan(config: str) -> Plan:
         ("vit", {}, "--dataset: found rows for image-classification"),
         ("bert", {"sft": True}, "--sft: found a plan for masked-lm"),
         ("t5", {"packing": "wrapped"}, "--packing: found a plan for seq2seq-lm"),
-        ("llama", {"packing": "bfd"}, "strategies: found cp, and samples of several sequences"),
+        ("llama", {"packing": "bfd"}, "strategies: found cp, and samples with several sequences"),
         ("zamba2", {"packing": "bfd_split"}, "model_type: found zamba2: with position_ids its logits differ by"),
     ],
 )

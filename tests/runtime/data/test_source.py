@@ -187,7 +187,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("token", "dtype"), [(256, "int64"), (-1, "int64")])
 def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path, token: int, dtype: str) -> None:
     np.save(tmp_path / "a.npy", np.array([1, 2, 3, 4, token], dtype=dtype))
-    with pytest.raises(InvalidDataError, match=f"token {token} between tokens 0 and 4"):
+    with pytest.raises(InvalidDataError, match=f"token id {token} at positions 0 to 4"):
         open_small(tmp_path / "a.npy").read([0])
 
 

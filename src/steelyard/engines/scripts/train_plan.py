@@ -96,7 +96,7 @@ class Plan:
                     (dimension, int(degree)) for dimension, degree in re.findall(r"([a-z]+)(\d+)", run["parallel"])
                 )
                 if not {dimension for dimension, _ in levels} <= {"dp", "fsdp", "tp"}:
-                    raise SystemExit(f"layers {run['layers']}: this script cannot carry out {run['parallel']!r}")
+                    raise SystemExit(f"layers {run['layers']}: this script does not support {run['parallel']!r}")
                 rest = {key: value for key, value in run.items() if key not in ("layers", "parallel")}
                 self.strategies += [Strategy(levels, **rest)] * (run["layers"][1] + 1 - run["layers"][0])
             self.parts.append(range(first, len(self.strategies)))
@@ -296,7 +296,7 @@ def fill_buffers(plan: Plan, model: PreTrainedModel, device: torch.device) -> No
             each.fill_(math.nan)
         model._init_weights(module)
         if any(each.isnan().any() for each in module.buffers(recurse=False)):
-            raise SystemExit(f"transformers fills no buffers of {type(module).__name__} by itself")
+            raise SystemExit(f"transformers does not initialize the buffers of {type(module).__name__}")
 
 
 @torch.no_grad()
@@ -405,7 +405,7 @@ def first_weights(
                 if any(each.isnan().any() for each in own) and hasattr(submodule, "reset_parameters"):
                     submodule.reset_parameters()
         if any(each.isnan().any() for each in numbers):
-            raise SystemExit(f"layer {number}: transformers gives a part of {type(module).__name__} no first weights")
+            raise SystemExit(f"layer {number}: transformers does not initialize all of {type(module).__name__}")
 
     shared = [(copies[0], path) for copies in plan.chain["shared"] for place, path in copies if place == number]
     owners = [(first, layer.get_submodule(path.rpartition(".")[0])) for first, path in shared]
@@ -650,7 +650,7 @@ def open_tokens(path: Path, vocab_size: int) -> np.ndarray:
     if path.suffix == ".npy":
         return np.load(path, "r")
     if path.is_dir() or path.suffix in (".jsonl", ".ndjson"):
-        raise ValueError("holds documents, of which `steelyard train` makes tokens: give a .npy or .bin file of those")
+        raise ValueError("holds documents, which only `steelyard train` tokenizes: pass token ids (.npy, .bin)")
     named = re.search(r"\.(uint8|uint16|uint32)\.bin$", path.name)
     by_vocabulary = "uint16" if vocab_size <= 1 << 16 else "uint32"
     dtype = named[1] if named else by_vocabulary if path.suffix == ".bin" else "uint8"
@@ -664,7 +664,9 @@ def image_files(path: Path, num_classes: int) -> list[tuple[Path, int]]:
     found = [(file, label) for label, each in enumerate(classes) for file in sorted(each.rglob("*"))]
     found = [(file, label) for file, label in found if file.suffix.lower() in suffixes]
     if not found or len(classes) > num_classes:
-        raise ValueError(f"holds {len(found)} images in {len(classes)} folders, of {num_classes} classes at most")
+        raise ValueError(
+            f"holds {len(found)} images in {len(classes)} folders, but the model has {num_classes} classes"
+        )
     return found
 
 
@@ -696,7 +698,7 @@ class Data:
         if not is_row or self.num_samples < 1:
             raise SystemExit(f"{path}: expected a row of at least {self.length + 1} token ids")
         if self.task == "masked-lm" and not 0 <= (-1 if self.mask_token is None else self.mask_token) < vocab_size:
-            raise SystemExit(f"{path}: expected a --mask-token from 0 to {vocab_size - 1}, which hides others")
+            raise SystemExit(f"{path}: expected a --mask-token from 0 to {vocab_size - 1}")
 
     def read(self, step: int, layer: int, mesh: DeviceMesh, part: int) -> Tensor:
         """Return this rank's inputs (part 0) or targets (1) of a step for a layer, microbatch after microbatch."""
@@ -829,14 +831,14 @@ def report(options: argparse.Namespace, **line: float) -> None:
 
 def main() -> None:
     """Join the other processes of torchrun, and train."""
-    parser = argparse.ArgumentParser(description="Trains a model under a plan.")
-    parser.add_argument("--plan", default=Path(__file__).with_suffix(".json"), help="default: beside this file")
+    parser = argparse.ArgumentParser(description="Train a model under a plan.")
+    parser.add_argument("--plan", default=Path(__file__).with_suffix(".json"), help="default: this script's .json")
     parser.add_argument("--data", required=True, help=".npy or .bin file of token ids, a text, or a folder of images")
-    parser.add_argument("--mask-token", type=int, help="what hides a token in masked-token prediction; 256 for a text")
+    parser.add_argument("--mask-token", type=int, help="mask token ID for masked-token prediction; 256 for a text")
     numbers = {"steps": 100, "lr": 3e-4, "warmup-steps": 10, "weight-decay": 0.1, "max-grad-norm": 1.0, "seed": 0}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
-    parser.add_argument("--metrics", help="file to add a line of JSON to in every step")
+    parser.add_argument("--metrics", help="file for one JSON line per step")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

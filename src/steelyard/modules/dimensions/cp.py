@@ -102,6 +102,6 @@ def _not_causal(layer: ChainLayer) -> InvalidModelError:
     return InvalidModelError(
         field="cp",
         found=f"cp for the {layer.layer_type.name} layers of {layer.family.model_type}",
-        expected="a causal language model whose attention runs in one kernel",
+        expected="a causal language model whose attention is one fused kernel",
         hint="plan without cp",
     )

@@ -1,8 +1,8 @@
 """Expert parallelism: the routed experts of a block, divided over ranks that hold different tokens.
 
-Each rank routes its own tokens, sends every pair of token and expert to the rank that holds the expert, and weights and
-sums what comes back: none is dropped, however uneven the routing. The ranks of a group are the innermost e of the D
-ranks over which the layer divides its data, so what they compute for each other needs no other rank.
+Each rank routes its own tokens, sends every pair of token and expert to the rank of the expert, and weights and sums
+the returned results. No pair is dropped, however uneven the routing is. The ranks of a group are the innermost e of the
+D ranks over which the layer divides its data, so computation for each other involves no other rank.
 
 | pass                     | collectives over the e ranks, in order                                               |
 |--------------------------|--------------------------------------------------------------------------------------|
@@ -11,12 +11,12 @@ ranks over which the layer divides its data, so what they compute for each other
 | computed again, full     | as forward                                                                           |
 | computed again, selective | none: `steelyard.modules.remat` keeps what all-to-alls return                       |
 
-A rank holds E/e experts as parameters of its own: DTensors, sharded by experts over the e ranks. Their gradients are
-of the tokens of the whole group, so they are summed over the other D/e ranks alone (`steelyard.modules.replicated`).
+A rank holds E/e experts as its own parameters: DTensors, sharded by experts over the e ranks. Their gradients come from
+the tokens of the whole group and are therefore summed only over the other D/e ranks (`steelyard.modules.replicated`).
 Under tensor parallelism, ep divides the experts of each tp rank over the ranks with the same place in tp.
 
-On fake tensors the routing is unknown: every rank sends as many pairs to each, and receives as many as it sends or so
-many times them (`ExpertExchange.received_share`). Training counts what they receive (`take_imbalance`).
+On fake tensors the routing is unknown: every rank sends the same number of pairs to each rank, and receives as many as
+it sends, times `ExpertExchange.received_share`. Training counts the received pairs (`take_imbalance`).
 
 Source: Lepikhin et al. 2020 (GShard) for the exchange; torchtitan's ``ExpertParallel`` for experts as DTensors.
 
@@ -61,7 +61,7 @@ def apply_expert_parallel(layer: ChainLayer, mesh: DeviceMesh) -> None:
         degree = mesh.size()
         if experts.num_experts % degree:
             whole = getattr(experts, "num_all_experts", experts.num_experts)
-            each = f", of which each tp rank has {experts.num_experts}" if whole != experts.num_experts else ""
+            each = f", {experts.num_experts} per tp rank" if whole != experts.num_experts else ""
             raise InvalidPlanError(
                 field="ep",
                 found=f"ep{degree} for {whole} experts{each}",
@@ -76,14 +76,14 @@ def apply_expert_parallel(layer: ChainLayer, mesh: DeviceMesh) -> None:
 def exchange_alone(layer: ChainLayer, mesh: DeviceMesh, *, received_share: float) -> None:
     """Make a rank exchange only with itself, in place, so that its work is counted as that of one of several ranks.
 
-    Its computation and its memory besides parameters depend on the number of pairs that arrive, not on that of ranks.
+    Its computation and its memory except parameters depend on the number of received pairs, not on the number of ranks.
     """
     for experts in routed_experts(layer):
         experts.compute_pairs = ExpertExchange(mesh, received_share=received_share)
 
 
 def _own_part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's experts, as a part of the whole parameter; what tp has divided before, ep divides further."""
+    """Return this rank's experts as a shard of the whole parameter; ep divides parts that tp has already divided."""
     local = local_part(parameter.detach())
     own = local.chunk(mesh.size())[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
     whole, placements = mesh, (Shard(0),)
@@ -140,14 +140,14 @@ class ExpertExchange:
 def _all_to_all(
     rows: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None, group: ProcessGroup
 ) -> Tensor:
-    """The rows that the ranks of a group send to this one, in their order; equal parts where none are said."""
+    """Return the rows that the ranks of a group send to this one, in rank order; equal parts if no counts are given."""
     return wait_tensor(all_to_all_single(rows, received, sent, group))
 
 
 def _by_expert(counts: Tensor, *, num_pairs: int) -> tuple[Tensor, Tensor]:
-    """The order that sorts received rows by expert, and where each expert's end; ``counts`` by rank and expert.
+    """Return the order that sorts received rows by expert, and the end of each expert; ``counts`` by rank and expert.
 
-    What is made on the way is freed here: in the caller it would count in the peaks of a trace.
+    Temporary tensors are freed here; in the caller they would count in the peaks of a trace.
     """
     expert = torch.arange(counts.size(1), device=counts.device).repeat(counts.size(0))
     expert_P = expert.repeat_interleave(counts.flatten(), output_size=num_pairs)  # noqa: N806
@@ -170,10 +170,10 @@ def divided_parameters(layer: nn.Module) -> set[nn.Parameter]:
 def shard_placement(
     layer: ChainLayer, mesh: DeviceMesh
 ) -> Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None:
-    """FSDP's ``shard_placement_fn`` for a layer whose routed experts are sharded over ``mesh``; None without experts.
+    """Return FSDP's ``shard_placement_fn`` for a layer with routed experts sharded over ``mesh``; None without experts.
 
-    ``mesh`` has one axis, or two where the outer one replicates. Only where ep divides the experts is it another than
-    that of the layer's other parameters, which are sharded as FSDP is told to.
+    ``mesh`` has one axis, or two if the outer one replicates. If ep divides the experts, it differs from the mesh of
+    the layer's other parameters, which FSDP already knows.
     """
     experts = {parameter for each in routed_experts(layer) for parameter in each.parameters()}
     if not experts:

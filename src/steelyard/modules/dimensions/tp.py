@@ -1,33 +1,33 @@
 """Implementation of tensor parallelism: `parallelize_module` with the styles of a split.
 
-Without sequence parallelism the hidden state is replicated over the tensor-parallel ranks: each of attention and MLP
-ends in one all-reduce, and begins with one in the backward pass. With it the hidden state is sharded over the
-sequence between them: an all-gather before, a reduce-scatter after, and the norms run on a shard.
+Without sequence parallelism the hidden state is replicated over the tensor-parallel ranks: attention and MLP each end
+in an all-reduce, and begin with one in the backward pass. With it, the hidden state between them is sharded over the
+sequence: an all-gather before, a reduce-scatter after, and norms run on a shard.
 
-Which module gets which style is said by `Family.tp`. PyTorch's own styles work where a module computes on DTensors.
-Those below are for modules that do not: what they do is computed on plain tensors of one rank (`on_local_parameters`),
-and placements are stated where tensors enter and leave.
+`Family.tp` defines the style of each module. PyTorch's own styles serve modules that compute on DTensors. The styles
+below serve other modules: they compute on plain tensors of one rank (`on_local_parameters`), with explicit placements
+where tensors enter and leave.
 
-| name                             | what becomes of the module                                                       |
+| name                             | effect on the module                                                             |
 |----------------------------------|----------------------------------------------------------------------------------|
 | ``vocabulary``                   | an embedding divided by tokens                                                   |
 | ``logits``                       | a projection divided by tokens, whose result stays divided                       |
-| ``enter:KEYWORD:NAMES:HEADS:LENT`` | a region begins: its input, or the one of that name, is whole on every rank    |
-|                                  | (and those behind a plus sign are, as where attention reads an encoder's output); |
-|                                  | the numbers that the module keeps under NAMES (by commas) are divided, and by    |
-|                                  | their first dim its parameters HEADS; it reads LENT of modules in it, not called |
-| ``region:KEYWORD:NAMES:HEADS:LENT`` | the same, and what it returns, a part of a sum on every rank, is summed       |
+| ``enter:KEYWORD:NAMES:HEADS:LENT`` | a region begins: the input (or the argument KEYWORD) is whole on every rank    |
+|                                  | (so are arguments after a plus sign, such as an encoder's output);               |
+|                                  | the module's numbers NAMES (separated by commas) are divided, and its            |
+|                                  | parameters HEADS by the first dim; LENT are read from uncalled submodules        |
+| ``region:KEYWORD:NAMES:HEADS:LENT`` | like ``enter``; the result, a part of a sum on every rank, is summed          |
 | ``columns``, ``rows``            | in a region, matrices divided by outputs, or by inputs, which ends the region    |
 | ``columns_entering``             | divided by outputs, and a region begins                                          |
-| ``columns_gathered``             | divided by outputs, which every rank then has whole                              |
-| ``rows_of_whole``                | as ``rows``, for inputs that every rank has whole                                |
-| ``rows_partial``                 | as ``rows``, where the region goes on with a part of the sum                     |
-| ``whole:NAMES:HEADS``            | in a region, what every rank computes alike; NAMES and HEADS as above            |
+| ``columns_gathered``             | divided by outputs, which are gathered                                           |
+| ``rows_of_whole``                | like ``rows``, for inputs that are whole on every rank                           |
+| ``rows_partial``                 | like ``rows``, if the region continues with a part of the sum                    |
+| ``whole:NAMES:HEADS``            | in a region, computed identically on every rank; NAMES and HEADS as above        |
 | ``own_experts``                  | in a region, experts, divided by experts                                         |
 | ``on_part``                      | under sp, a module outside of regions, on this rank's part of the sequence       |
 
-In a region all tensors are plain and every rank's gradients are parts of a sum, so that whatever a rank computes there
-with parts or wholes, sums of its gradients are right.
+In a region all tensors are plain and every rank's gradients are parts of a sum, so sums of gradients are right whether
+a rank computes with parts or with whole tensors.
 
 Source: Shoeybi et al. 2019; Korthikanti et al. 2022, section 4.2.
 """
@@ -58,14 +58,14 @@ def between_blocks(sp: bool) -> Replicate | Shard:
 def on_local_parameters(
     module: nn.Module, used: Mapping[str, Callable[[Tensor], Tensor]], *arguments: Any, **named: Any
 ) -> Any:
-    """Run the module on plain tensors, with parameters that ``used`` makes of the DTensors."""
+    """Run the module on plain tensors; ``used`` maps names of parameters to functions that convert the DTensors."""
     local = {name: make(module.get_parameter(name)) for name, make in used.items()}
     with _reparametrize_module(module, local):
         return type(module).forward(module, *arguments, **named)
 
 
 def _store(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
-    """Convert parameters to DTensors of one axis, in place; all ranks must hold equal values before."""
+    """Convert parameters to DTensors of one axis, in place; all ranks must hold equal values."""
     for path, placement in placements.items():
         owner_path, _, name = path.rpartition(".")
         owner = module.get_submodule(owner_path)
@@ -75,7 +75,7 @@ def _store(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placeme
 
 
 class SharedHeads(ParallelStyle):
-    """A projection to so many key or value heads, fewer than there are ranks: every rank has the one that it reads.
+    """Projection to fewer key or value heads than there are ranks; every rank computes the one head that it reads.
 
     The matrix is stored whole; its gradient is summed over the ranks in every backward pass.
     """
@@ -100,7 +100,7 @@ class SharedHeads(ParallelStyle):
 
 
 class _SumGradient(torch.autograd.Function):
-    """A whole tensor on every rank of a mesh, whose gradients are summed over the ranks."""
+    """Identity on a tensor that is whole on every rank of a mesh; sums its gradients over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -114,10 +114,10 @@ class _SumGradient(torch.autograd.Function):
 
 
 def share_heads(layer: nn.Module, num_heads: int, ranks: int, divided: Collection[str]) -> dict[str, SharedHeads]:
-    """The styles of the projections to key and value heads of which there are fewer than ranks, by their path.
+    """Return the styles of the projections to key and value heads that are fewer than the ranks, by path.
 
-    They are among those ``divided`` by their outputs. The attention that they belong to is told how many query heads of
-    a rank a head serves then.
+    They are among those ``divided`` by outputs. The attention module is told how many of a rank's query heads a head
+    serves.
     """
     found: dict[str, SharedHeads] = {}
     for path, attention in layer.named_modules():
@@ -132,21 +132,20 @@ def share_heads(layer: nn.Module, num_heads: int, ranks: int, divided: Collectio
 
 
 def _own_share(parameter: DTensor) -> Tensor:
-    """A whole parameter, of whose gradient this rank makes a part."""
+    """Return a whole parameter; this rank computes a part of its gradient."""
     return parameter.to_local(grad_placements=[Partial()])
 
 
 def _own_part(parameter: DTensor) -> Tensor:
-    """This rank's part of a divided parameter."""
     return parameter.to_local()
 
 
 class InRegion(ParallelStyle):
-    """A module that computes on plain tensors with its own parameters, whole or a part of them.
+    """Style of a module that computes on plain tensors with its own parameters, whole or divided.
 
-    ``dims`` says along which dim a parameter is divided, None for one that stays whole; its gradient is a part of a sum
-    either way. ``lent`` are parameters of modules in it that it reads and does not call. ``before`` is done with the
-    arguments, ``after`` with the result.
+    ``dims`` gives the divided dim of a parameter, None for a whole one; its gradient is a part of a sum either way.
+    ``lent`` are parameters of submodules that the module reads without calling them. ``before`` processes the
+    arguments, ``after`` the result.
     """
 
     def __init__(
@@ -220,9 +219,9 @@ def _end(sp: bool) -> Callable[[Any, DeviceMesh], Any]:
 
 
 class _Moved(torch.autograd.Function):
-    """A plain tensor in another placement over the ranks, and its gradient likewise, from one placement to another.
+    """Redistribution of a plain tensor over the ranks, and of its gradient from one placement to another.
 
-    Not made of DTensors' own operations, whose results are views that models may not write into.
+    Does not use DTensor's own operations, because their results are views into which models may not write.
     """
 
     @staticmethod
@@ -258,7 +257,7 @@ def _heads_dim(heads: str) -> Callable[[nn.Module, str], int | None]:
 
 
 class ColumnsGathered(InRegion):
-    """A matrix divided by outputs, or by those of each of its parts where it stores them apart; all are gathered."""
+    """Style of a matrix divided by outputs (or by those of each separately stored part) whose results are gathered."""
 
     def __init__(self, numbers: str = "") -> None:
         super().__init__(_outputs_dim, numbers=numbers)
@@ -276,12 +275,12 @@ class ColumnsGathered(InRegion):
 
 
 def _own_columns(arguments: tuple[Any, ...], named: dict[str, Any], mesh: DeviceMesh) -> _Arguments:
-    """This rank's part of the last dim of what every rank has whole."""
+    """Replace the first argument, whole on every rank, by this rank's part of its last dim."""
     return (arguments[0].chunk(mesh.size(), dim=-1)[mesh.get_local_rank()], *arguments[1:]), named
 
 
 class OwnExperts(InRegion):
-    """Experts of which each rank answers for some."""
+    """Style of experts that are divided over ranks."""
 
     def __init__(self) -> None:
         super().__init__(lambda _module, _name: 0)
@@ -314,14 +313,14 @@ STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "own_experts": lambda sp: OwnExperts(),
     "on_part": lambda sp: InRegion() if sp else None,
 }
-"""The styles by the first word of their name; what stands behind colons is passed on."""
+"""Styles by the first word of their name, called with the words after its colons."""
 
 
 def adapter_styles(name: str, path: str, *, sp: bool) -> dict[str, ParallelStyle]:
-    """The styles of a linear layer of this style that has adapters $A$ and $B$ beside it, by path.
+    """Return the styles of a linear layer of this style with adapters $A$ and $B$, by path.
 
-    Divided by outputs: every rank makes its part from the whole narrow state between $A$ and $B$. Divided by inputs:
-    that state is summed, behind which $B$ is as a norm between regions. What is whole, is whole in all its parts.
+    Divided by outputs: every rank computes its part from the whole low-rank state between $A$ and $B$. Divided by
+    inputs: that state is summed, and $B$ runs like a norm between regions. Whole: all parts are whole.
     """
     word, *arguments = name.split(":")
     down, up = {"columns": ("whole", "columns"), "rows": ("rows", "on_part")}.get(word, (word, word))
@@ -334,9 +333,9 @@ def adapter_styles(name: str, path: str, *, sp: bool) -> dict[str, ParallelStyle
 
 
 def apply_tensor_parallel(layer: ChainLayer, chain: ModelChain, mesh: DeviceMesh, *, sp: bool) -> None:
-    """Shards the layer's parameters over the one axis of ``mesh``, in place.
+    """Shard the layer's parameters over the one axis of ``mesh``, in place.
 
-    Raises `InvalidModelError` if a layer of its type cannot be divided, or a style is not known here.
+    Raises `InvalidModelError` if its layer type cannot be divided, or if a style is unknown.
     """
     if layer.layer_type.no_tp:
         raise InvalidModelError(

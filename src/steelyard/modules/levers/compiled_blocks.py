@@ -4,16 +4,16 @@ A block is compiled when it is divided (tp, cp, ep) and before its states are sh
 as in torchtitan. Selective remat is inside, where the partitioner follows its policy; full remat is outside and runs
 the compiled forward pass again.
 
-On fake tensors nothing can be compiled. There a backend of its own stands in for inductor: it takes the graphs that
-`torch.compile` makes, forward and backward apart, and runs them as kernels. An operation that inductor has a kernel of
-its own for (matrix products, attention, collectives, sorting) is one; the others are fused into kernels, each a custom
-operation that reads what enters and writes what leaves. Counters of work and memory so see what a compiled block does.
+Nothing can be compiled on fake tensors. A separate backend therefore replaces inductor: it runs the forward and
+backward graphs of `torch.compile` as kernels. An operation with its own inductor kernel (matrix products, attention,
+collectives, sorting) is one kernel; other operations are fused into kernels, each a custom operation that reads its
+inputs and writes its outputs. Counters of work and memory thus see the operations of a compiled block.
 
-Operations between the same kernels that need each other are fused into one. A sum over rows, as of a norm's weight, is
-a kernel of its own, which computes what leads to it again from the same inputs.
+Dependent operations between the same kernels are fused into one. A sum over rows, such as for a norm's weight, is a
+separate kernel, which recomputes the operations before it from the same inputs.
 
-Not modelled: fused operations that inductor splits (it fuses at most 64), or keeps apart because their sizes differ;
-templates of matrix products with an epilogue, which it uses with max-autotune alone; buffers that it reuses.
+Not modelled: fused operations that inductor splits (it fuses at most 64) or keeps separate because their sizes differ;
+matrix product templates with an epilogue (max-autotune only); buffer reuse.
 """
 
 import logging
@@ -41,12 +41,13 @@ from steelyard.plan.strategy import Remat
 
 _aten = torch.ops.aten
 _CANNOT = (torch._dynamo.exc.TorchDynamoException, AssertionError, NotImplementedError)
-"""Raised for blocks that cannot be compiled; by an assertion for states of random generators beside meshes."""
+"""Errors for blocks that cannot be compiled; an assertion fails for states of random generators together with
+meshes."""
 Values = dict[fx.Node, Any]
 
 
 def change_layer(_lever: CompiledBlocks, layer: Any) -> None:
-    """Compiles the block of a layer, in place; a layer without one stays."""
+    """Compile the block of a layer, in place; a layer without one stays unchanged."""
     if hasattr(layer, "block"):
         layer.compiled = _Compiled(layer)
 
@@ -61,7 +62,7 @@ class _Compiled:
         is_fake_block = any(map(is_fake, block.parameters()))
         options |= {"backend": _as_kernels()} if is_fake_block else {}
         self._any_samples = is_fake_block and not layer.drops
-        """Whether one graph is for any number of samples; not where states of random generators are saved."""
+        """Whether one graph serves any number of samples; not if states of random generators are saved."""
         self._plain = torch.compile(partial(_run, block), **options)
         self._selective = torch.compile(partial(_run_selectively, block), **options)
 
@@ -80,12 +81,12 @@ class _Compiled:
                 field="--compile",
                 found=f"blocks of {self._name}: {str(error).strip().splitlines()[0]}",
                 expected="blocks that torch.compile traces as one function",
-                hint="leave --compile out, or what the block draws at random (dropout) where tp divides it",
+                hint="leave --compile out, or set dropout to 0 if tp divides the block",
             ) from error
 
 
 class _Waited(torch.autograd.Function):
-    """A collective's result when it is there: a compiled function would give its gradient to what the result is in."""
+    """Completed result of a collective; a compiled function would return the gradient to the wrapper of the result."""
 
     @staticmethod
     def forward(_ctx: Any, result: AsyncCollectiveTensor) -> Tensor:
@@ -98,9 +99,9 @@ class _Waited(torch.autograd.Function):
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Compiles as many functions as there are blocks of different code or shapes, and says nothing of it.
+    """Allow any number of compiled functions, without warnings.
 
-    Code for the CPU allocates by an operation that measures of memory see.
+    CPU code allocates through an operation that memory meters see.
     """
     with (
         warnings.catch_warnings(),
@@ -135,7 +136,7 @@ _groups: list["_Group"] = []
 
 @torch.library.custom_op("steelyard::fused", mutates_args=())
 def _fused(inputs: list[Tensor], sizes: list[int], group: int) -> list[Tensor]:
-    """The results of the operations of a group, which run as one kernel; ``sizes`` are numbers that it is given."""
+    """Run the operations of a group as one kernel and return their results; ``sizes`` are its numeric inputs."""
     return _groups[group].run(inputs, sizes)
 
 
@@ -159,7 +160,7 @@ def _as_kernels() -> Callable[..., Any]:
 
 
 def _kernels_of(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The graph as a function of a list of arguments, which it empties, so that each is freed when it is not needed."""
+    """Return the graph as a function of a list of arguments, which it empties to free each as soon as possible."""
     kernels = _Kernels(graph_module)
 
     def run(arguments: list[Any]) -> Any:
@@ -172,8 +173,6 @@ def _kernels_of(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callabl
 
 
 class _Group:
-    """Fused operations, in their order."""
-
     def __init__(self, nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> None:
         self.nodes, self.outputs = nodes, outputs
         self.sizes = [node for node in inputs if isinstance(node.meta.get("val"), int | torch.SymInt)]
@@ -182,7 +181,7 @@ class _Group:
         _groups.append(self)
 
     def run(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """The tensors that leave."""
+        """Return the output tensors."""
         values: Values = dict(zip((*self.inputs, *self.sizes), (*inputs, *sizes), strict=True))
         for node in self.nodes:
             values[node] = _result(node, values)
@@ -206,7 +205,7 @@ class _Kernels:
         self._unread = [node for node in self.placeholders if node not in last]
 
     def run(self, values: Values) -> Any:
-        """The results of the graph for values of its placeholders."""
+        """Return the results of the graph for the values of its placeholders."""
         for node in self._unread:
             del values[node]
         for step, freed in zip(self._steps, self._freed, strict=True):
@@ -224,7 +223,7 @@ class _Kernels:
         raise AssertionError("a graph ends in its output")
 
     def _made(self) -> list["_Group | fx.Node"]:
-        """The kernels, and operations that are none, in an order in which each has its inputs."""
+        """Return the kernels and the unfused operations, in an order in which each has its inputs."""
         groups = _grouped(self._graph)
         steps: list[_Group | fx.Node] = []
         made = set(self.placeholders)
@@ -244,7 +243,7 @@ class _Kernels:
 
 
 def _grouped(graph: fx.Graph) -> dict[fx.Node, _Group]:
-    """The groups of fused operations by the nodes that leave them."""
+    """Return the groups of fused operations, by their output nodes."""
     _mark_cheap(graph)
     level = _levels(graph)
     joined: dict[fx.Node, list[fx.Node]] = {}
@@ -271,7 +270,7 @@ def _grouped(graph: fx.Graph) -> dict[fx.Node, _Group]:
 
 
 def _group(nodes: list[fx.Node], outputs: list[fx.Node]) -> _Group:
-    """A group with what it computes again (views and `_is_cheap`) of what it is given."""
+    """Return a group, including the operations that it recomputes from its inputs (views and `_is_cheap`)."""
     inside = set(nodes)
     run: dict[fx.Node, None] = {}
     inputs: dict[fx.Node, None] = {}
@@ -312,9 +311,9 @@ def _gather(node: fx.Node, inside: set[fx.Node], run: dict[fx.Node, None], input
 
 
 def _is_written(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether a value of a group is read outside: by a kernel that is not fused, or by a fused one.
+    """Return whether a value of a group is read outside it: by an unfused kernel, or by a fused one.
 
-    Of the latter sums over rows compute it again, and all do so with what is `_is_cheap`.
+    Fused sums over rows recompute the value, and all fused kernels recompute values that are `_is_cheap`.
     """
     read = list(node.users)
     is_again = _is_cheap(node)
@@ -331,7 +330,7 @@ def _is_written(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _is_read_again(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether a fused operation outside reads what it computes again of a value of a group."""
+    """Return whether a fused operation outside a group reads a recomputed result of a value of the group."""
     return any(
         _is_read_again(user, inside)
         if _is_view(user) or (user in inside and _is_cheap(user))
@@ -341,7 +340,7 @@ def _is_read_again(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _leading(node: fx.Node, joined: Container[fx.Node]) -> set[fx.Node]:
-    """A sum over rows with the fused operations that lead to it."""
+    """Return a sum over rows and the fused operations before it."""
     found, reached = {node}, list(node.all_input_nodes)
     while reached:
         each = _viewed(reached.pop())
@@ -352,7 +351,6 @@ def _leading(node: fx.Node, joined: Container[fx.Node]) -> set[fx.Node]:
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """The value that a view shows, or the node itself."""
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
@@ -382,7 +380,7 @@ def _op_types() -> Any:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node makes no tensor of its own; a part of several results is one of them."""
+    """Return whether a node creates no tensor; getting one of several results creates none."""
     target = node.target
     if target is operator.getitem:
         return not _is_fused(node)
@@ -401,7 +399,8 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    """Whether a value takes hardly more bytes to compute again than to read, so that inductor does not write it."""
+    """Return whether recomputing a value moves hardly more bytes than reading it, so that inductor does not write
+    it."""
     return bool(node.meta.get("is_cheap"))
 
 
@@ -416,7 +415,7 @@ def _mark_cheap(graph: fx.Graph) -> None:
 
 
 def _num_bytes(node: fx.Node) -> int:
-    """Bytes of a tensor, at the number of samples that is traced."""
+    """Bytes of a tensor at the traced number of samples."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
@@ -425,8 +424,7 @@ def _num_bytes(node: fx.Node) -> int:
 
 
 def _sums_rows(node: fx.Node) -> bool:
-    """Whether an operation adds up rows, so that the dim whose entries are neighbours stays, or takes the largest entry
-    of all."""
+    """Return whether an operation sums rows, which keeps the dim of stride 1, or takes the largest entry of all."""
     target = node.target
     if not (isinstance(target, torch._ops.OpOverload) and target.overloadpacket in _REDUCTIONS):
         return target is _aten.max.default
@@ -439,5 +437,5 @@ def _sums_rows(node: fx.Node) -> bool:
 
 _REDUCTIONS = {_aten.sum, _aten.mean, _aten.amax, _aten.amin}
 _FUSED = {_aten.cat, _aten.slice_scatter, _aten.select_scatter, _aten.constant_pad_nd}
-"""Fused operations besides those that PyTorch's partitioner treats as fusible."""
+"""Fused operations in addition to those that PyTorch's partitioner treats as fusible."""
 _VIEWS = {_aten._unsafe_view.default, _aten.detach.default, _aten.alias.default}

@@ -17,9 +17,9 @@ _ALIGNED = 16
 
 
 def change_model(lever: Float8, model: PreTrainedModel, chain: ModelChain) -> None:
-    """Converts linear layers of blocks that are no routers, in place; twice does no harm.
+    """Convert linear layers of blocks except routers, in place; idempotent.
 
-    Raises `InvalidModelError` where no layer has dims that can be.
+    Raises `InvalidModelError` if no layer has suitable dims.
     """
     with quietly_imported():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -28,7 +28,7 @@ def change_model(lever: Float8, model: PreTrainedModel, chain: ModelChain) -> No
     if not any(hasattr(each, "linear_mm_config") for each in model.modules()):
         raise InvalidModelError(
             field="--float8",
-            found=f"no linear layer in blocks of {chain.name} with dims that {_ALIGNED} divides",
+            found=f"no linear layer in blocks of {chain.name} with dims divisible by {_ALIGNED}",
             expected=f"inputs and outputs that are multiples of {_ALIGNED}",
             hint="leave --float8 out",
         )

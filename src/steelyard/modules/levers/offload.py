@@ -149,8 +149,6 @@ class _Storage:
 
 
 class _Saved(NamedTuple):
-    """A tensor in a storage."""
-
     storage: _Storage
     shape: torch.Size
     stride: tuple[int, ...]

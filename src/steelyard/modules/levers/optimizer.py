@@ -1,4 +1,4 @@
-"""Implementation of optimizers: makes the one that a lever names; each updates this rank's part of parameters.
+"""Implementation of the optimizers of levers; each updates this rank's part of parameters.
 
 | name                    | made of                                                                              |
 |-------------------------|--------------------------------------------------------------------------------------|
@@ -7,13 +7,13 @@
 | sgd                     | `torch.optim.SGD` without momentum, fused                                            |
 | adafactor               | `torch.optim.Adafactor`                                                              |
 | muon                    | `torch.optim.Muon` for hidden matrices, `torch.optim.AdamW`, fused, for all else;    |
-|                         | of sharded matrices its update, gathered in bf16, which it computes in anyway        |
+|                         | for sharded matrices its update is gathered in bf16, its compute type                |
 
-torchao compiles its update, which is done so on GPUs. On the CPU it runs as it is, since a compiler may be missing, on
-`_CHUNK` entries at a time: its temporaries take 53 bytes an entry, its operations about 110 ns in 8 bits.
+On GPUs torchao's update is compiled. On the CPU it runs uncompiled, because a compiler may be missing, on `_CHUNK`
+entries at a time: its temporaries take 53 bytes per entry, its operations about 110 ns per entry in 8 bits.
 
-A checkpoint holds moments in fp32, since the blocks that share a scale are cut otherwise under another plan: `stored`
-gives them, `take` quantizes them.
+A checkpoint holds moments in fp32, because another plan divides the blocks that share a scale differently: `stored`
+returns them, `take` quantizes them.
 """
 
 import contextlib
@@ -80,11 +80,12 @@ class _LocalSGD(LocalUpdates, SGD):
 
 
 class _LocalAdafactor(LocalUpdates, Adafactor):
-    """Adafactor on parameters that every rank has whole."""
+    """Adafactor on parameters that are whole on every rank."""
 
 
 class _LocalMuon(LocalUpdates, Muon):
-    """Muon on matrices that every rank has whole; one that is stored in parts is that of its first dim and all others.
+    """Muon on matrices that are whole on every rank; a matrix with more than two dims is flattened to its first dim and
+    the rest.
 
     Groups get its defaults.
     """
@@ -104,10 +105,10 @@ class _LocalMuon(LocalUpdates, Muon):
 
 
 class _SharedMuon(_LocalMuon):
-    """Muon on matrices of which, as of their momenta, the ranks of a mesh dim have a part each.
+    """Muon on matrices that are sharded, like their momenta, over the ranks of a mesh dim.
 
-    Updates are gathered one after another. Of as many as there are ranks each rank makes one orthogonal, and sends it
-    to the others.
+    Updates are gathered one after another. Of as many updates as there are ranks, each rank orthogonalizes one and
+    broadcasts it.
     """
 
     @torch.no_grad()
@@ -144,7 +145,7 @@ class _SharedMuon(_LocalMuon):
 
 
 class _MuonBesideAdamW(TorchOptimizer):
-    """Muon for hidden matrices and AdamW for all else, which have their groups and states in common with this one."""
+    """Muon for hidden matrices and AdamW for all other parameters; both share groups and states with this optimizer."""
 
     def __init__(
         self, groups: list[dict[str, Any]], *, matrices: Collection[int], lr: float, betas: tuple[float, float]
@@ -173,7 +174,7 @@ class _MuonBesideAdamW(TorchOptimizer):
 
 
 class QuantizedAdamW(TorchOptimizer):
-    """AdamW with moments in 8 or 4 bits; the update and the moments are torchao's."""
+    """AdamW with moments in 8 or 4 bits, with torchao's moments and update."""
 
     def __init__(
         self, params: Any, *, word: str, lr: float, betas: tuple[float, float], weight_decay: float = 0.0
@@ -204,7 +205,7 @@ class QuantizedAdamW(TorchOptimizer):
 
 
 def stored(state: Tensor) -> Tensor:
-    """A state as a checkpoint holds it: of a quantized one a copy in fp32, in memory of the CPU; any other itself."""
+    """Return a state as stored in checkpoints: a quantized one as a copy in fp32 on the CPU, any other unchanged."""
     if not _is_quantized(state):
         return state
     part = local_part(state).detach()
@@ -223,10 +224,10 @@ def take(state: Tensor, values: Tensor) -> None:
 
 
 def _scaled_again(values: Tensor, quantized: Tensor) -> Tensor:
-    """Values that get the scales that they had, where they are what quantized ones stand for.
+    """Return values that quantize to the original scales, if they are dequantized values.
 
-    A scale is the largest magnitude of a block, and the lowest code stands for less than a negative scale: 0.993 of it
-    in 8 bits, 0.8875 in 4. So that much more stands in the place of values that have the lowest code.
+    The scale is the largest magnitude of a block, and the lowest code stands for less than the negative scale: 0.993 of
+    it in 8 bits, 0.8875 in 4. Values with the lowest code are therefore replaced by the negative scale.
     """
     if not quantized.signed:
         return values
@@ -242,7 +243,8 @@ def _is_quantized(state: Tensor) -> bool:
 
 
 def _moment(word: str, parameter: nn.Parameter, *, is_signed: bool) -> Tensor:
-    """A moment of zeros, quantized where this rank's part of the parameter is large enough and divides into blocks."""
+    """Return a moment of zeros, quantized if this rank's part of the parameter is large enough and divides into
+    blocks."""
     part = local_part(parameter).detach()
     block = math.gcd(part.numel(), BLOCK[word])
     if part.numel() < _LEAST_QUANTIZED or block < _LEAST_BLOCK:
@@ -251,7 +253,7 @@ def _moment(word: str, parameter: nn.Parameter, *, is_signed: bool) -> Tensor:
 
 
 def _like(whole: Tensor, part: Tensor) -> Tensor:
-    """The tensor of which ``part`` is this rank's, placed as ``whole``."""
+    """Return the tensor whose part on this rank is ``part``, placed like ``whole``."""
     if not isinstance(whole, DTensor):
         return part
     place = {"device_mesh": whole.device_mesh, "placements": whole.placements}
@@ -271,7 +273,6 @@ def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 @cache
 def _state_type(word: str) -> Any:
-    """The class of quantized moments."""
     with quietly_imported():
         from torchao.optim import subclass_4bit, subclass_8bit
 
@@ -283,7 +284,7 @@ def _state_type(word: str) -> Any:
 
 @cache
 def _update(device_type: str) -> Callable[..., None]:
-    """The update of one tensor on a device of this type."""
+    """Return the update function of one tensor for a type of device."""
     with quietly_imported():
         from torchao.optim.adam import single_param_adam
     if device_type == "cpu":
@@ -299,7 +300,7 @@ def _update(device_type: str) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def quietly_imported() -> Iterator[None]:
-    """torchao tells of kernels that it cannot load and that nothing here calls."""
+    """Suppress torchao's warnings about kernels that it cannot load and that are not used."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

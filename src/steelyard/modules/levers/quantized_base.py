@@ -21,7 +21,7 @@ from steelyard.model.chain import ModelChain
 
 BLOCK, SCALES_BLOCK, BYTE_BLOCK = 64, 256, 256
 PARTS = ("codes", "scales", "scales_of_scales", "offset")
-"""Tensors saved of a layer's weights."""
+"""Saved tensors of a layer's weights."""
 
 
 class QuantizedLinear(nn.Module):
@@ -38,7 +38,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weights [O, I] in the precision that they were quantized from, as adapters that read them do in peft."""
+        """Weights [O, I] in the precision before quantization, as adapters in peft read them."""
         return self.weight_in(torch.bfloat16)
 
     def put(self, part: str, buffer: Tensor) -> None:
@@ -61,7 +61,7 @@ class QuantizedLinear(nn.Module):
         return ops.dequantize_4bit(self.codes, scales + self.offset, BLOCK, "nf4", self.shape, dtype)
 
     def whole(self) -> nn.Linear:
-        """A linear layer of ``weight``, in fp32."""
+        """Return a linear layer with ``weight`` in fp32."""
         with torch.device("meta"):
             made = nn.Linear(self.in_features, self.out_features, bias=False)
         made.weight = nn.Parameter(self.weight.float(), requires_grad=False)
@@ -85,7 +85,7 @@ class _Product(torch.autograd.Function):
 
 
 def _quantized(weight: Tensor, word: str) -> dict[str, Tensor]:
-    """The buffers of weights; bf16 first, in which a base comes."""
+    """Return the buffers of weights, which are first rounded to bf16, the usual precision of a base."""
     ops, weight = torch.ops.bitsandbytes, weight.to(torch.bfloat16)
     table = _table(weight)
     if word == "int8":
@@ -100,7 +100,7 @@ def _quantized(weight: Tensor, word: str) -> dict[str, Tensor]:
 
 
 def _table(like: Tensor) -> Tensor:
-    """The 256 numbers that 8 bits stand for, on the device of a tensor."""
+    """Return the 256 values of 8-bit codes, on the device of a tensor."""
     from bitsandbytes.functional import create_dynamic_map
 
     if like.is_meta or is_fake(like):
@@ -122,8 +122,8 @@ def change_model(lever: QuantizedBase, model: PreTrainedModel, _chain: ModelChai
     if not any(isinstance(each, QuantizedLinear) for each in model.modules()):
         raise InvalidModelError(
             field="--base",
-            found=f"{lever} for a model without torch.nn.Linear beside its head",
-            expected="linear layers, which are quantized (those of GPT-2 are of another class)",
+            found=f"{lever} for a model without torch.nn.Linear layers except its head",
+            expected="torch.nn.Linear layers, the only ones that are quantized (GPT-2 has Conv1D)",
             hint="leave --base out",
         )
 
@@ -152,7 +152,7 @@ def fill_added(
 
 
 def _children(module: nn.Module, of: type[nn.Module]) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """The modules of a type below a module: path, the module that each is in, its name there, and it."""
+    """Yield the modules of a type below a module: path, parent, name in the parent, and module."""
     for path, parent in module.named_modules():
         for name, child in parent.named_children():
             if isinstance(child, of):

@@ -75,7 +75,7 @@ def config_of(lever: Train, model: PreTrainedModel) -> Any:
     for target in values.get("target_parameters") or ():
         if not any(f".{name}".endswith(f".{target}") for name in stacked):
             names = sorted({".".join(name.split(".")[-3:]) for name in stacked})
-            words = f"target_parameters={target}, which ends the name of no stacked matrices of experts"
+            words = f"target_parameters={target}, which is not the end of the name of a stacked expert matrix"
             raise _refused(
                 words,
                 ", ".join(names) or "a model with stacked experts",
@@ -86,7 +86,7 @@ def config_of(lever: Train, model: PreTrainedModel) -> Any:
         with _quiet():
             return config_class(**values)
     except (ValueError, TypeError, ImportError) as error:
-        raise _refused(f"{lever}: {_words(error)}", "settings that peft accepts", "change them as peft says") from error
+        raise _refused(f"{lever}: {_words(error)}", "settings that peft accepts", "follow peft's message") from error
 
 
 def lever_of(config: Any) -> Train:
@@ -95,7 +95,7 @@ def lever_of(config: Any) -> Train:
     usual = {each.name: each for each in dataclasses.fields(config) if each.name not in _NOT_SAID}
     targets = getattr(config, "target_modules", None)
     if isinstance(targets, str):
-        raise _refused(f"target_modules={targets!r}", "a list of ends of paths", "name the modules in a list")
+        raise _refused(f"target_modules={targets!r}", "a list of path endings", "name the modules in a list")
     values = [f"targets={'+'.join(sorted(targets))}"] if targets else []
     for name, field in usual.items():
         value = getattr(config, name)
@@ -112,7 +112,7 @@ def lever_of(config: Any) -> Train:
 
 
 def changed_by_user(model: nn.Module) -> tuple[PreTrainedModel, Train] | None:
-    """The model in a `peft.PeftModel`, and what its adapters are; None for a module that peft has not changed.
+    """Return the model in a `peft.PeftModel` and its adapters; None for a module that peft has not changed.
 
     Raises `UserError` for adapters that the runtime cannot train.
     """
@@ -123,15 +123,15 @@ def changed_by_user(model: nn.Module) -> tuple[PreTrainedModel, Train] | None:
     if list(configs) != [_NAME]:
         raise _refused(
             f"adapters named {', '.join(configs)}",
-            f"one set of them, of the name {_NAME}",
-            "leave adapter_name out, and delete the others (delete_adapter)",
+            f"a single adapter named {_NAME}",
+            "leave adapter_name out, and delete other adapters (delete_adapter)",
         )
     config = configs[_NAME]
     lever = lever_of(config)
     if getattr(config, "save_projection", False):
-        raise _refused("save_projection=True", "projections that every rank draws", "set save_projection=False")
+        raise _refused("save_projection=True", "projections that every rank generates", "set save_projection=False")
     if not any(each.requires_grad for each in model.parameters()):
-        raise _refused("adapters without gradients", "adapters to train", "load them with is_trainable=True")
+        raise _refused("adapters without gradients", "trainable adapters", "load them with is_trainable=True")
     return model.get_base_model(), lever
 
 
@@ -158,11 +158,12 @@ def _targets(lever: Train, model: PreTrainedModel) -> list[str]:
             names = sorted({path.rpartition(".")[2] for path in linear})
             raise InvalidModelError(
                 field="--train",
-                found=f"targets={target}, which ends the path of no {'linear layer' if is_lora else 'module'}",
-                expected=f"ends of such paths joined by +, as {', '.join(names[:_MOST_NAMED])}, or {ALL_LINEAR}"
+                found=f"targets={target}, which is not the end of the path of a "
+                f"{('linear layer' if is_lora else 'module')}",
+                expected=f"path endings joined by +, for example {', '.join(names[:_MOST_NAMED])}, or {ALL_LINEAR}"
                 if names
-                else "a model with linear layers beside its head",
-                hint=nearest(target, names) if names else "train all of it",
+                else "a model with linear layers before its head",
+                hint=nearest(target, names) if names else "use --train full",
             )
     if not is_lora:
         return list(lever.targets)
@@ -189,7 +190,7 @@ def _inject(lever: Train, config: Any, path: str, module: nn.Module, model_type:
             PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](root, config, adapter_name=_NAME, low_cpu_mem_usage=empty)
     except Exception as error:  # of many types
         raise _refused(
-            f"{lever}: {_words(error)}", "adapters that peft puts into this model", "change targets or settings"
+            f"{lever}: {_words(error)}", "adapters that peft supports for this model", "change the targets or settings"
         ) from error
     return root
 
@@ -226,7 +227,7 @@ def _check(lever: Train, model: PreTrainedModel, chain: ModelChain, names: set[s
     trained = [name for name, each in model.named_parameters() if each.requires_grad and not is_added(name)]
     if own != names or trained:
         what = f"trains {trained[0]}" if trained else "changes the layers of the model"
-        raise _refused(f"{lever}, which {what}", "adapters beside a base that stays as it is", "leave the setting out")
+        raise _refused(f"{lever}, which {what}", "adapters that leave the base unchanged", "leave the setting out")
     first: dict[int, int] = {}
     widths: dict[int, tuple[int, ...]] = {}
     for layer in range(chain.num_layers):
@@ -240,11 +241,13 @@ def _check(lever: Train, model: PreTrainedModel, chain: ModelChain, names: set[s
                 if is_added(name) and first.setdefault(id(tensor), layer) != layer:
                     if tensor.requires_grad:
                         raise _refused(
-                            f"{lever}, of which layers share {name}", "parameters of a layer's own", _ANOTHER_KIND
+                            f"{lever}, whose {name} is shared by layers", "separate parameters per layer", _ANOTHER_KIND
                         )
                     if widths.get(layer) != widths[first[id(tensor)]]:
                         raise _refused(
-                            f"{lever} in layers of several widths", f"one width of all that share {name}", _ANOTHER_KIND
+                            f"{lever} in layers of different widths",
+                            f"equal widths of all layers that share {name}",
+                            _ANOTHER_KIND,
                         )
     for shared in chain.shared:
         for layer, path in shared.copies:
@@ -252,7 +255,7 @@ def _check(lever: Train, model: PreTrainedModel, chain: ModelChain, names: set[s
             if any(True for _ in adapted(owner)):
                 raise _refused(
                     f"{lever} at {path}, which several layers share",
-                    "adapters at matrices of one layer",
+                    "adapters only at matrices of a single layer",
                     "name other targets",
                 )
 
@@ -271,7 +274,6 @@ def base_of(module: nn.Module) -> Any:
 
 
 def _innermost(module: nn.Module) -> nn.Module:
-    """Return the innermost of nested peft wrappers."""
     inner = module.get_submodule(_base_name(module))
     return _innermost(inner) if _base_name(inner) else module
 
@@ -426,7 +428,7 @@ def write_added(folder: Path, files: Sequence[Path], model: PreTrainedModel, cha
     config.save_pretrained(folder)
 
 
-_ANOTHER_KIND = "name targets of one width, or take lora"
+_ANOTHER_KIND = "choose targets of one width, or use lora"
 
 
 def _refused(found: str, expected: str, hint: str) -> InvalidModelError:

@@ -53,7 +53,7 @@ def _contradiction(levels: Levels, _modes: Mapping[str, Value]) -> Contradiction
         return Contradiction(
             field="parallel",
             expected="cp directly inside the levels that divide samples",
-            hint="write the cp level behind dp and fsdp, as in fsdp4-cp2-tp2",
+            hint="write the cp level after dp and fsdp, as in fsdp4-cp2-tp2",
         )
     return None
 
@@ -61,9 +61,9 @@ def _contradiction(levels: Levels, _modes: Mapping[str, Value]) -> Contradiction
 def _illegal(layer_type: LayerType, strategy: StrategyView, batch: Batch) -> str | None:
     degree = strategy.degree(CP)
     if layer_type.no_cp:
-        return f"cp is not for the {layer_type.name} layers: {layer_type.no_cp}"
+        return f"the {layer_type.name} layers do not support cp: {layer_type.no_cp}"
     if batch.seq_len % (2 * degree):
-        return f"cp {degree} cuts a sequence into {2 * degree} equal pieces, which {batch.seq_len} tokens do not give"
+        return f"cp {degree} needs a sequence length that is a multiple of {2 * degree}, not {batch.seq_len}"
     return _undivided_heads(layer_type, strategy)
 
 

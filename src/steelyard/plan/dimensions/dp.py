@@ -33,7 +33,7 @@ def _contradiction(levels: Levels, _modes: Mapping[str, Value]) -> Contradiction
         return None
     return Contradiction(
         field="parallel",
-        expected="dp outside fsdp where one layer has both: states sharded over near ranks, replicated over far ones",
+        expected="dp outside fsdp in a layer with both: states sharded over near ranks and replicated over far ones",
         hint="write the dp level first, as in dp4-fsdp8",
     )
 
@@ -56,7 +56,7 @@ def _not_worth(levels: Levels, devices_per_node: int | None) -> str:
 
 def _words(strategy: StrategyView) -> str:
     copies = "of the shards" if strategy.state_shards > 1 else "of the parameters"
-    return f"samples over {strategy.degree(DP)} ranks, a copy {copies} on each"
+    return f"samples over {strategy.degree(DP)} ranks, each with a copy {copies}"
 
 
 DP = Dimension(
@@ -68,7 +68,7 @@ DP = Dimension(
     traffic=summed_once,
     placement=lambda _strategy: Placed.BATCH,
     words=_words,
-    term="reducing gradients, what compute does not hide",
+    term="exposed reduction of gradients",
     hue="purple",
     contradiction=_contradiction,
     not_worth=_not_worth,

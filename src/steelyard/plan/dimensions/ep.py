@@ -67,7 +67,7 @@ def _contradiction(levels: Levels, modes: Mapping[str, Value]) -> Contradiction 
 def _illegal(layer_type: LayerType, strategy: StrategyView, _batch: Batch) -> str | None:
     degree = strategy.expert_degree
     if not layer_type.num_experts:
-        return f"ep is for layers with experts, which the {layer_type.name} layers lack"
+        return f"ep needs experts, and the {layer_type.name} layers have none"
     own, part = layer_type.num_experts // strategy.tensor_degree, " of a tp rank" * (strategy.tensor_degree > 1)
     return f"ep {degree} does not divide the {own} experts{part}" if own % degree else None
 

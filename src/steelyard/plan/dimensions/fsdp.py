@@ -70,7 +70,7 @@ def _not_worth(levels: Levels, _devices_per_node: int | None) -> str:
     again."""
     is_alone = any(level.dimension is FSDP and level.degree == 1 for level in levels)
     if is_alone and any(level.dimension.divides is Divides.TENSORS for level in levels):
-        return "states sharded over cp alone are searched without tp beside it"
+        return "states sharded only over cp are searched without tp"
     return ""
 
 
@@ -83,7 +83,7 @@ FSDP = Dimension(
     traffic=_traffic,
     placement=lambda _strategy: Placed.BATCH,
     words=_words,
-    term="gathering parameters and scattering gradients, what compute does not hide",
+    term="exposed gathering of parameters and scattering of gradients",
     hue="vermilion",
     modes=(ZERO,),
     not_worth=_not_worth,

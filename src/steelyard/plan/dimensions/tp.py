@@ -32,9 +32,9 @@ SP = Mode(key="sp", texts={False: "", True: "+sp"}, pin={"on": True, "off": Fals
 def _illegal(layer_type: LayerType, strategy: StrategyView, batch: Batch) -> str | None:
     degree, sp = strategy.degree(TP), strategy.mode("sp")
     if layer_type.no_tp:
-        return f"tp is not for the {layer_type.name} layers: {layer_type.no_tp}"
+        return f"the {layer_type.name} layers do not support tp: {layer_type.no_tp}"
     if sp and layer_type.no_sp:
-        return f"sp is not for the {layer_type.name} layers: {layer_type.no_sp}"
+        return f"the {layer_type.name} layers do not support sp: {layer_type.no_sp}"
     for name, size in layer_type.tp_divides:
         if size % degree and not (name in layer_type.tp_shares and degree % size == 0):
             return f"tp {degree} does not divide the {size} {name}" + ("" if name[-1] == "s" else " entries")
@@ -56,7 +56,7 @@ def _shape(strategy: StrategyView) -> Mapping[str, int]:
 
 def _words(strategy: StrategyView) -> str:
     where = "neighbouring" if strategy.levels[-1].dimension is TP else "strided"
-    extra = ", the sequence too (sp)" if strategy.mode("sp") else ""
+    extra = ", and the sequence (sp)" if strategy.mode("sp") else ""
     return f"every matrix over {strategy.degree(TP)} {where} ranks{extra}"
 
 

@@ -67,7 +67,7 @@ class ReportContents:
 WORDS = {
     "MFU": "model FLOP utilisation: FLOP of forward and backward (attention as the model has it, recomputation not "
     "counted) over the devices' peak",
-    "stage": "a part of the layers on a group of devices of its own",
+    "stage": "a part of the layers on a separate group of devices",
     "microbatch": "the samples that pass through the layers at once; a step adds up the gradients of all of them",
     "remat": "activation checkpointing: activations are recomputed in the backward pass, not kept",
     "bubble": "time that a stage waits for another stage",

@@ -71,7 +71,7 @@ def network_text(found: ReportContents) -> str:
     """Return the names and rates of the links between devices; empty if the cluster is unavailable or measured."""
     if len(found.pools) > 1:
         outer = {link_text(each.group.outer_link): None for each in found.pools if each.group.outer_link is not None}
-        return f"Between pools {'; '.join(outer)}"
+        return f"Between device groups: {'; '.join(outer)}"
     cluster = found.pools[0].cluster if found.pools else None
     if cluster is None or cluster.device.needs_profile:
         return ""
@@ -147,7 +147,7 @@ def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
 
 def _explore_section(page: str) -> Html:
     """Solved plans of other memory, devices and sizes as a frame, which keeps names of the two pages apart."""
-    hint = "Other memory, devices and sequence lengths, each solved. The same as a page of its own: steelyard explore."
+    hint = "Other memory, devices and sequence lengths, each solved. As a separate page: steelyard explore."
     frame = tag("iframe", srcdoc=page, title="Explore other choices", class_="explored")
     return section("explore", "Explore", tag("p", hint, class_="hint"), frame)
 

@@ -167,8 +167,8 @@ def _lead(found: ReportContents) -> str:
     study = found.study
     if not study.points:
         return (
-            "This plan beside those that lost. The frontier between them was not searched: steelyard report "
-            f"{found.plan_file} --time-limit 10 does, steelyard frontier shows it on its own."
+            "This plan and those that lost. The frontier between them was not searched: steelyard report "
+            f"{found.plan_file} --time-limit 10 does, and steelyard frontier shows only the frontier."
         )
     coverage = (
         "No better plan lies between its steps."

@@ -81,7 +81,7 @@ def open_completions(rows: Rows, options: RowOptions) -> "Dataset":
     taught = np.flatnonzero(np.asarray(mixed.with_format("numpy")[NUM_TARGETS][:]))
     if not len(taught):
         raise InvalidDataError(
-            found=f"no target in the first {seq_len} tokens of any of {len(mixed)} rows of {rows}",
+            found=f"no target in the first {seq_len} tokens of any row of {rows} ({len(mixed)} rows)",
             expected="answers within the plan's sequence length",
             hint="plan for a longer --seq-len, or shorten prompts",
         )
@@ -97,7 +97,7 @@ def _open_tokenizer(folder: Path | None) -> tuple[Any, str]:
             field="--tokenizer",
             found="none",
             expected="the folder of the model's tokenizer, with its end token and chat template",
-            hint="add --tokenizer FOLDER; the one in the folder of --init is taken by itself",
+            hint="add --tokenizer FOLDER, or --init with a folder that contains one",
         )
     folder = folder.parent if folder.is_file() else folder
     try:
@@ -113,8 +113,8 @@ def _open_tokenizer(folder: Path | None) -> tuple[Any, str]:
         raise InvalidDataError(
             field="tokenizer",
             found=f"no end token in {folder}",
-            expected="eos_token, by which the model learns to stop",
-            hint="name it in tokenizer_config.json",
+            expected="eos_token, from which the model learns to stop",
+            hint="set it in tokenizer_config.json",
         )
     parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token, tokenizer.chat_template]
     parts += [getattr(tokenizer, "tgt_lang", None)]  # of texts that are targets
@@ -128,10 +128,10 @@ def _tokenized(source: Source, tokenizer: Any, identity: str, options: RowOption
     is_text = MESSAGES not in wanted and isinstance(rows[0][wanted[0]], str)
     if not is_text and not options.is_seq2seq and tokenizer.chat_template is None:
         raise InvalidDataError(
-            found=f"messages in {source.name}, and a tokenizer without a chat template",
-            expected="a template that writes messages as text",
-            hint="put the model's chat_template.jinja into the folder of --tokenizer, or give prompts and completions "
-            "as text",
+            found=f"messages in {source.name}, but a tokenizer without a chat template",
+            expected="a chat template, which formats messages as text",
+            hint="put the model's chat_template.jinja into the folder of --tokenizer, or provide prompts and "
+            "completions as text",
         )
     if options.is_seq2seq:
         turns: Callable[..., tuple[list[int], list[Any]]] = partial(_translated, seq_len=seq_len)
@@ -173,7 +173,7 @@ def _columns(source: Source, rows: "Dataset", options: RowOptions) -> list[str]:
         return [MESSAGES]
     pair = next((each for each in _PAIRS if set(each) <= set(rows.column_names)), _PAIRS[0])
     others = [" and ".join(each) for each in _PAIRS[1:]] + [MESSAGES] * (not options.is_seq2seq)
-    check_columns(source, rows, pair, f"or {', '.join(others)}, since --sft trains on what answers")
+    check_columns(source, rows, pair, f"or {', '.join(others)}, because --sft trains on answers")
     return list(pair)
 
 
@@ -187,7 +187,7 @@ def _wrapped(batch: Mapping[str, Sequence[Any]], seq_len: int) -> dict[str, list
 
 
 class _RowError(ValueError):
-    """An invalid row."""
+    """A row without a valid prompt and answer."""
 
 
 def _check_texts(row: Sequence[Any]) -> None:
@@ -216,7 +216,7 @@ def _written(tokenizer: Any, row: Sequence[Any]) -> _Turns:
 def _conversed(tokenizer: Any, row: Sequence[Any]) -> _Turns:
     given, *answer = row
     if not all(isinstance(each, list) and all(isinstance(turn, dict) for turn in each) for each in row):
-        raise _RowError("no list of messages")
+        raise _RowError("a value that is not a list of messages")
     messages, first = (given + answer[0], len(given)) if answer else (given, 0)
 
     def render(count: int, *, prompts: bool = False) -> list[int]:
@@ -241,20 +241,20 @@ def _conversed(tokenizer: Any, row: Sequence[Any]) -> _Turns:
                 before, after = render(place, prompts=True), render(place + 1)
                 if tokens[: len(after)] != after or after[: len(before)] != before:
                     raise _RowError(
-                        "turns that the chat template writes anew as the conversation goes on, without marking "
-                        "those of assistants ({% generation %})"
+                        "turns that the chat template formats differently in longer conversations, without "
+                        "marking assistant turns ({% generation %})"
                     )
                 is_target[len(before) : len(after)] = [True] * (len(after) - len(before))
     except _RowError:
         raise
     except Exception as error:  # a template can raise anything
-        raise _RowError(f"what the chat template refuses: {str(error).splitlines()[0]}") from error
+        raise _RowError(f"a row that the chat template rejects: {str(error).splitlines()[0]}") from error
     return tokens, is_target
 
 
 def _no_row(source: Source, number: int, found: str) -> InvalidDataError:
     return InvalidDataError(
         found=f"{found}, in row {number + 1} of {source.name}@{source.split}",
-        expected=f"a prompt and a completion as text or as messages, or {MESSAGES}, which the chat template writes",
-        hint="correct the row, or leave it out",
+        expected=f"a prompt and a completion as text or as messages, or {MESSAGES}",
+        hint="correct or remove the row",
     )

@@ -41,8 +41,8 @@ class TokenFile:
         found = np.fromfile(self.path, dtype=self.dtype, count=count, offset=offset)
         if len(found) < count:
             raise InvalidDataError(
-                found=f"{self.path} has become shorter than the {self.num_tokens} tokens that it had at the start",
-                expected="data that does not change while it is read",
+                found=f"{self.path}, which became shorter than its {self.num_tokens} tokens at the start",
+                expected="data that does not change during the run",
                 hint="restore the file and resume from the last checkpoint",
             )
         return found.astype(np.int64)

@@ -69,8 +69,8 @@ class HubTokenizer(ByteTokenizer):
             raise InvalidDataError(
                 field="tokenizer",
                 found=f"{file}: {error}",
-                expected="a tokenizer.json, or a folder that holds one",
-                hint="take it from the folder of the pretrained model",
+                expected="a tokenizer.json, or a folder that contains one",
+                hint="use that of the pretrained model",
             ) from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -172,7 +172,7 @@ def _no_text(file: Path, reason: str) -> InvalidDataError:
     return InvalidDataError(
         found=f"no text in {file} ({reason})",
         expected="UTF-8 text, JSON lines, or token ids in a .npy or .bin file",
-        hint="convert the file, or name it as what it is",
+        hint="convert the file, or correct its suffix",
     )
 
 
@@ -237,20 +237,20 @@ def check_rows(plan: Plan, options: TextOptions) -> None:
             field="--dataset",
             found=f"rows for {task}",
             expected="a model that reads text",
-            hint="give --data what the model reads: steelyard train --help",
+            hint="pass data of the model's format as --data: steelyard train --help",
         )
     if options.completions_alone and task not in (Task.CAUSAL_LM, Task.SEQ2SEQ_LM):
         raise UserError(
             field="--sft",
             found=f"a plan for {task}",
-            expected=f"one for {Task.CAUSAL_LM} or {Task.SEQ2SEQ_LM}, which answer",
+            expected=f"a plan for {Task.CAUSAL_LM} or {Task.SEQ2SEQ_LM}, whose models generate answers",
             hint="leave --sft out",
         )
     if options.packing is not None and task is not Task.CAUSAL_LM:
         raise UserError(
             field="--packing",
             found=f"a plan for {task}",
-            expected=f"one for {Task.CAUSAL_LM}: rows of other models are not packed",
+            expected=f"a plan for {Task.CAUSAL_LM}, because rows of other models are not packed",
             hint="leave --packing out",
         )
     if options.packing in (BFD, SPLIT) or (options.completions_alone and task is not Task.CAUSAL_LM):
@@ -302,7 +302,7 @@ def check_vocabulary(options: TextOptions, vocab_size: int) -> None:
     """Raise `InvalidDataError` if the tokenizer has more tokens than the model."""
     needed = open_tokenizer(options.tokenizer).vocab_size
     if vocab_size < needed:
-        what = "text, which is read as bytes" if options.tokenizer is None else str(options.tokenizer)
+        what = "text, tokenized as bytes" if options.tokenizer is None else str(options.tokenizer)
         raise InvalidDataError(
             field="model.config.vocab_size",
             found=f"{vocab_size} for {what}",
@@ -323,7 +323,6 @@ def _key(data: Path | Rows, options: TextOptions, tokenizer: ByteTokenizer) -> s
 
 
 def _write(target: Path, path: Path | Rows, options: TextOptions, tokenizer: ByteTokenizer) -> None:
-    """Write the token file atomically."""
     texts = _limited(documents(path, text_key=options.text_key), options.max_bytes)
     scratch = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     dtype = smallest_type(tokenizer.vocab_size).removeprefix(".")
@@ -339,8 +338,8 @@ def _write(target: Path, path: Path | Rows, options: TextOptions, tokenizer: Byt
     except OSError as error:
         raise InvalidDataError(
             found=f"the tokens of {path} cannot be written: {error}",
-            expected=f"room in {target.parent}",
-            hint="make room there, or set XDG_CACHE_HOME to another folder",
+            expected=f"free space in {target.parent}",
+            hint="free disk space, or set XDG_CACHE_HOME to another folder",
         ) from error
     finally:
         with suppress(OSError):
@@ -350,9 +349,9 @@ def _write(target: Path, path: Path | Rows, options: TextOptions, tokenizer: Byt
             found=f"no text in {path}",
             expected="UTF-8 text"
             + " in files such as *.txt, *.md, *.py or *.jsonl" * (isinstance(path, Path) and path.is_dir()),
-            hint="give a path that holds text",
+            hint="pass a path with text",
         )
-    _logger.info("%s: %d tokens, kept in %s", path, num_tokens, target)
+    _logger.info("%s: %d tokens, cached in %s", path, num_tokens, target)
 
 
 def _limited(texts: Iterator[str], max_bytes: int | None) -> Iterator[str]:

@@ -64,7 +64,7 @@ class Source:
         return rows
 
     def _wrong(self, found: str, hint: str = "write NAME, NAME@SPLIT or NAME@SPLIT:WEIGHT") -> InvalidDataError:
-        expected = f"a file ({', '.join(FILE_SUFFIXES)}), a folder or an id that datasets reads, and a split of it"
+        expected = f"a file ({', '.join(FILE_SUFFIXES)}), a folder or a dataset ID of `datasets`, with a split"
         return InvalidDataError(found=found, expected=expected, hint=hint)
 
 
@@ -83,7 +83,7 @@ class Rows:
             if Path(text).exists():
                 sources.append(Source(text, "train", None))
                 continue
-            assert found is not None, "anything but nothing is a name"
+            assert found is not None, "a non-empty text is a name"
             weight = found["weight"]
             try:
                 sources.append(Source(found["name"], found["split"] or "train", float(weight) if weight else None))
@@ -116,7 +116,7 @@ class Rows:
                     raise InvalidDataError(
                         found=f"{text!r} under {column!r} in row {place} of {self}",
                         expected="text",
-                        hint="name the column that holds the text with --text-key",
+                        hint="name the text column with --text-key",
                     )
                 yield text
 
@@ -150,7 +150,7 @@ def check_columns(source: Source, rows: "Dataset", wanted: Sequence[str], expect
         raise InvalidDataError(
             found=f"columns {', '.join(rows.column_names)} in {source.name}@{source.split}",
             expected=f"{' and '.join(wanted)}, {expected}",
-            hint="rename the columns, or name the right one",
+            hint="rename the columns, or name another one",
         )
 
 
@@ -158,7 +158,7 @@ def _wrong_weights(texts: Sequence[str]) -> InvalidDataError:
     return InvalidDataError(
         field="--dataset",
         found=" ".join(texts),
-        expected="a weight above 0 for each, or for none",
+        expected="a weight above 0 for every dataset, or for none",
         hint="write for example --dataset a.jsonl:0.7 --dataset b.jsonl:0.3",
     )
 
@@ -169,8 +169,8 @@ def _datasets() -> Any:
         import datasets
     except ImportError as error:
         raise InvalidDataError(
-            found="rows, and no package datasets",
-            expected="datasets, which reads rows",
+            found="rows, but no package datasets",
+            expected="the package datasets, which reads rows",
             hint='pip install "steelyard[train]"',
         ) from error
     datasets.disable_progress_bars()

@@ -74,14 +74,14 @@ class OwnData:
                 if tuple(found.get_shape()[1:]) != wanted.shape:
                     raise InvalidDataError(
                         found=f"{wanted.path} of shape {found.get_shape()} in {path}",
-                        expected=f"{wanted.shape} for each sample, as in the one that was planned with",
+                        expected=f"{wanted.shape} per sample, as in the sample of planning",
                         hint="write samples of that shape, or plan with another sample",
                     )
         if len(counts) > 1 or 0 in counts:
             raise InvalidDataError(
                 found=f"tensors of {', '.join(map(str, sorted(counts)))} samples in {path}",
-                expected="as many samples in each, 1 or more",
-                hint="write the tensors of the same samples",
+                expected="equal numbers of samples, 1 or more",
+                hint="write one entry per sample into every tensor",
             )
         self.num_samples = counts.pop()
         self._tensors = tensors
@@ -173,7 +173,7 @@ def _opened(file: Path) -> np.ndarray:
         raise InvalidDataError(
             found=f"{file}: {error}",
             expected=f"a folder with the arrays {FEATURES} and {TOKENS}",
-            hint="write them with numpy.save, or train on made-up samples with --data synthetic",
+            hint="write them with numpy.save, or use synthetic samples: --data synthetic",
         ) from error
     if not len(found.shape) or not len(found):
         raise _wrong(file, found.shape, "at least one sample")
@@ -184,7 +184,7 @@ def _wrong(file: Path, shape: tuple[int, ...], expected: str) -> InvalidDataErro
     return InvalidDataError(
         found=f"an array of {list(shape)} in {file}",
         expected=expected,
-        hint="give what the model's own feature extractor and tokenizer make, or plan for another --seq-len",
+        hint="use the output of the model's feature extractor and tokenizer, or plan for another --seq-len",
     )
 
 
@@ -241,8 +241,8 @@ class ImageFolder(ImageData):
         if not self._files:
             raise InvalidDataError(
                 found=f"no images in the folders of {folder}",
-                expected="a folder for each class that holds its images (" + ", ".join(_IMAGE_SUFFIXES) + ")",
-                hint="check the path, or train on made-up images with --data synthetic",
+                expected="a folder of images per class (" + ", ".join(_IMAGE_SUFFIXES) + ")",
+                hint="check the path, or use synthetic images: --data synthetic",
             )
         if len(classes) > num_classes:
             raise InvalidDataError(
@@ -264,9 +264,9 @@ def _read_image(file: Path, shape: tuple[int, int, int]) -> np.ndarray:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise InvalidDataError(
-            found=f"image files, {file.name} for one, and no Pillow to read them",
-            expected="the package pillow",
-            hint="pip install pillow, or train on made-up images with --data synthetic",
+            found=f"image files such as {file.name}, but no package pillow",
+            expected="the package pillow, which reads images",
+            hint="pip install pillow, or use synthetic images: --data synthetic",
         ) from error
     try:
         with Image.open(file) as opened:

@@ -74,7 +74,7 @@ class TokenData:
             raise InvalidDataError(
                 found=f"{tokens.num_tokens} tokens in {name}",
                 expected=f"at least {seq_len + 1}, one sample of the plan's sequence length {seq_len}",
-                hint="give more data, or plan for a shorter --seq-len",
+                hint="provide more data, or plan for a shorter --seq-len",
             )
         self._tokens, self._name, self._seq_len, self._vocab_size = tokens, name, seq_len, vocab_size
         self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
@@ -90,8 +90,8 @@ class TokenData:
         least, most = int(tokens.min()), int(tokens.max())
         if least < 0 or most >= self._vocab_size:
             raise InvalidDataError(
-                found=f"token {most if most >= self._vocab_size else least} "
-                f"between tokens {first} and {first + self._seq_len} of {self._name}",
+                found=f"token id {(most if most >= self._vocab_size else least)} at positions {first} to "
+                f"{first + self._seq_len} of {self._name}",
                 expected=f"token ids from 0 to {self._vocab_size - 1}, the model's vocabulary",
                 hint="tokenize the data with the vocabulary of the model",
             )
@@ -131,7 +131,7 @@ class MaskedData:
             raise InvalidDataError(
                 found="no mask token" if mask_token is None else f"mask token {mask_token}",
                 expected=f"a token id from 0 to {vocab_size - 1} that stands for a hidden token",
-                hint="give a tokenizer with a mask token (--tokenizer), or its id (--mask-token)",
+                hint="pass a tokenizer with a mask token (--tokenizer), or its id (--mask-token)",
             )
         self.num_samples = tokens.num_samples
         self._tokens, self._mask_token, self._vocab_size, self._seed = tokens, mask_token, vocab_size, seed
