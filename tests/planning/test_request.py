@@ -140,8 +140,8 @@ def at(folder: Path, value: Any) -> Any:
 
 
 def typed(asked: Asked, folder: Path, path: Path, *more: object) -> bytes:
-    """The file that the command writes."""
-    words = [asked.model, "--cluster", asked.cluster, *asked.words, *more, "-o", path]
+    """The file that the command writes; it prints JSON, for which other engines are not compared."""
+    words = [asked.model, "--cluster", asked.cluster, *asked.words, *more, "--json", "-o", path]
     result = CliRunner().invoke(app, ["plan", *(str(at(folder, each)) for each in words)])
     assert result.exit_code == 0, result.exception or result.output
     return path.read_bytes()
