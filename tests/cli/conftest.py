@@ -48,12 +48,21 @@ def _validator(command: str) -> Draft202012Validator:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _searched_once() -> Iterator[None]:
-    """Search a plan and its baselines once per module, however often they are shown: as text, JSON or page."""
+def _searched_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Search a plan and its baselines once per module, however often they are shown: as text, JSON or page.
+
+    The line on other engines is left out of the text, except in modules with ``SHOWS_ENGINES``: it takes a second of
+    search for each engine.
+    """
+    shows_engines = getattr(request.module, "SHOWS_ENGINES", False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "complete", _once(plan.complete, lambda request, progress: request))
         others = _once(plan.engine_answers, lambda request, result, progress, limit_s=None: (request, limit_s))
-        patch.setattr(plan, "engine_answers", others)
+
+        def answers(*given: Any, limit_s: float | None = None, **named: Any) -> Any:
+            return others(*given, limit_s=limit_s, **named) if shows_engines or limit_s is None else ()
+
+        patch.setattr(plan, "engine_answers", answers)
         searched = _once(
             explaining.what_was_searched,
             lambda study, plan, deadline=math.inf, progress=None: (study.request, plan, deadline),

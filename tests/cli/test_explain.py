@@ -263,7 +263,7 @@ def test_why_not_a_plan_that_does_not_fit_says_by_how_much(run: Run, plan_path: 
     del by_hand["prediction"]
     by_hand["stages"] = [{"ranks": [0, 3], "runs": [{"layers": [0, 23], "parallel": "dp4"}]}]
     (tmp_path / "hand.json").write_text(json.dumps(by_hand))
-    assert "does not fit: misses" in run("explain", plan_path, "--why-not", tmp_path / "hand.json").stdout
+    assert "does not fit: exceeds the memory" in run("explain", plan_path, "--why-not", tmp_path / "hand.json").stdout
 
 
 def test_why_not_a_plan_for_another_batch_is_one_clear_error(run: Run, plan_path: Path, tmp_path: Path) -> None:

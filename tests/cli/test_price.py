@@ -10,6 +10,7 @@ from steelyard.plan.file import read_plan
 from tests.cli.conftest import Run, user_error
 
 JOB = ("llama3-8b", "--cluster", "1x8xa100-80gb", "--seq-len", 4096, "--global-batch", 32)
+SHOWS_ENGINES = True
 
 
 def test_settings_are_priced_in_one_line_by_the_engine(run: Run) -> None:
