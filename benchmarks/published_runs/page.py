@@ -108,8 +108,8 @@ def _time(time: Sequence[Errors], devices: Sequence[Errors], left_out: Sequence[
     head = ("class", "runs", "sources that count", "bias", "median", "90 %", "worst", "median of all")
     rows = [(line.kind, line.source, str(len(line.values)), *_figures(line.summary)) for line in time]
     unseen = (
-        f"""The next table predicts the same runs with rates fitted without the run's own source. Rates are fitted to dense
-16-bit runs. Engine constants are not refitted; they were chosen with open runs of all classes in view.
+        f"""The next table predicts the same runs with rates fitted without the run's own source. Rates are fitted to
+dense 16-bit runs. Engine constants are not refitted; they were chosen with open runs of all classes in view.
 
 {_table(head, map(_kind_line, errors_by_kind(left_out)))}"""
         if left_out
@@ -181,10 +181,10 @@ def _order(jobs: Sequence[RankedJob], of_two: Sequence[RankedJob]) -> str:
 
 A planner needs the order of plans more than their times. *Regret* is the extra measured time of the plan ranked first,
 relative to the fastest measured plan of its job. The rank correlation (Spearman's) is 1 for the measured order and −1
-for its reverse; a class shows the median of its jobs. Jobs have {MIN_RANKED} measured plans or more, and every source of a
-class weighs the same. A job is *inconsistent* if its own measurements contradict each other: larger microbatches took
-longer than the same work in smaller ones can take (`benchmarks/published_runs/evidence.py`). Outside dense models, the
-versions of a framework count as one job, because few publications compare plans of such models.
+for its reverse; a class shows the median of its jobs. Jobs have {MIN_RANKED} measured plans or more, and every source
+of a class weighs the same. A job is *inconsistent* if its own measurements contradict each other: larger microbatches
+took longer than the same work in smaller ones can take (`benchmarks/published_runs/evidence.py`). Outside dense models,
+the versions of a framework count as one job, because few publications compare plans of such models.
 
 {_table(head, every + kept)}
 
