@@ -183,7 +183,7 @@ def test_a_decoder_reads_what_the_collators_of_transformers_give_it(model_type):
 
 
 @pytest.mark.parametrize(
-    ("entry", "hint"), [("linear_atention", "linear_attention"), ("linear_attention", "as full_attention")]
+    ("entry", "hint"), [("linear_atention", "linear_attention"), ("linear_attention", "example full_attention")]
 )
 def test_an_entry_of_layer_types_that_is_not_known_is_an_error(entry, hint):
     with pytest.raises(InvalidModelError, match=rf"layer_types\.1: found '{entry}'(.|\n)*{hint}"):

@@ -62,7 +62,7 @@ def test_the_payload_of_these_tests_runs_where_pickles_are_read_as_they_are(path
 
 def test_code_in_the_description_does_not_run(path: Path, tmp_path: Path) -> None:
     change(path, lambda metadata: setattr(metadata, "planner_data", Payload(tmp_path / "ran")))
-    with pytest.raises(InvalidCheckpointError, match=r"\.metadata: it names posix\.mkdir, which no checkpoint needs"):
+    with pytest.raises(InvalidCheckpointError, match=r"\.metadata: it refers to posix\.mkdir, which no"):
         CheckpointReader(path)
     assert not (tmp_path / "ran").exists()
 

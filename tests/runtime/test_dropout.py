@@ -1,5 +1,6 @@
 """Tests that dropout repeats where it must and differs where it must."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,10 +106,10 @@ def test_what_an_embedding_drops_depends_on_no_generator_of_the_users(where: str
 def test_an_embedding_in_eval_mode_drops_nothing(where: str) -> None:
     with one_process():
         loop = parallelize_plan(one_device_plan(IN_THE_EMBEDDING[where], "none"), seed=0).chunks[0].loop
-        found = {}
+        found, context = {}, SimpleNamespace(model_kwargs={})
         for mode in (True, False):
             loop.train(mode)
-            found[mode] = [loop.layers["0"](SAME[:, :-1], None) for _ in range(2)]
+            found[mode] = [loop.layers["0"](SAME[:, :-1], context) for _ in range(2)]
     assert not torch.equal(*found[True])
     assert torch.equal(*found[False])
 

@@ -61,9 +61,9 @@ def test_without_time_and_without_a_plan_only_one_config_has_tables() -> None:
 
 def test_tables_that_are_there_are_all_looked_at_whatever_the_time() -> None:
     tables, _ = drawn(3)
-    started = time.monotonic()
+    started = time.process_time()
     late = search(tables, 0, time_limit_s=0)
-    assert time.monotonic() > started
+    assert time.process_time() > started
     assert all(each.result.status == "infeasible" for each in late.configs)
 
 

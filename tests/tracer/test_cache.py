@@ -105,4 +105,4 @@ def test_a_folder_that_cannot_be_written_costs_only_a_warning(tmp_path: Path, ca
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert _trace(blocked / "below").layers
-    assert "not kept" in caplog.text
+    assert "not cached" in caplog.text

@@ -65,7 +65,7 @@ def test_a_model_whose_attention_runs_elsewhere_is_refused(mesh: DeviceMesh) -> 
     chain = chain_from_config(FAMILY_CONFIGS["llama"], name="llama")
     model = build_meta_model(chain)
     model.set_attn_implementation("eager")
-    with pytest.raises(InvalidModelError, match="one kernel"):
+    with pytest.raises(InvalidModelError, match="one fused kernel"):
         apply_context_parallel(build_layer(model, chain, 1, Remat.NONE), mesh, "gather")
 
 
