@@ -66,15 +66,15 @@ def _introduction(outcomes: Sequence[Outcome], date: str) -> str:
 steelyard predicts how long a training step takes and how much memory each GPU needs, before anything runs. This page
 compares these predictions with {len(outcomes):,} training runs that others measured and published, from
 {sources} sources: MLPerf results, framework benchmarks, papers. {predicted:,} of them state enough to be predicted.
-Nobody chose among the figures: the bad ones are shown too.
+All figures are shown, including the bad ones.
 
 An *error* is predicted over measured minus one: +10 % means that the prediction is 10 % too high. *Bias* is the median
-error with its sign, and *median* the median size of an error. Nine in ten errors are smaller than *90 %*, and *worst*
-is the largest error.
+signed error, *median* the median absolute error, *90 %* the 90th percentile of the absolute error, and *worst* the
+largest error.
 
-A *class* says what is trained: dense models in 16 bits, models with experts, long context (context parallelism),
-products in 8 bits or fewer, adapters (LoRA). In the figure of a class every source of {MIN_JUDGED} runs or more weighs
-the same, and smaller sources do not count, unless no source of the class has as many. *Median of all* lets smaller
+Each run has a *class*: dense models in 16 bits, models with experts, long context (context parallelism), matmuls in
+8 bits or fewer, adapters (LoRA). In the figure of a class every source of {MIN_JUDGED} runs or more weighs
+the same, and smaller sources do not count, unless no source of the class has as many. In *median of all*, smaller
 sources count in proportion to their runs.
 
 Written on {date} by one command, in a few minutes on 2 cores, without a GPU:
@@ -98,7 +98,8 @@ def _targets(lines: Iterable[TargetLine]) -> str:
     ]
     return f"""## Targets
 
-A class may have a single source that counts: the next section says how many do, and how far off all sources are.
+A class may have a single source that counts. The next section gives the number of sources that count, and the error of
+every source.
 
 {_table(("figure", "target", "reached", "met"), rows)}"""
 
@@ -107,8 +108,8 @@ def _time(time: Sequence[Errors], devices: Sequence[Errors], left_out: Sequence[
     head = ("class", "runs", "sources that count", "bias", "median", "90 %", "worst", "median of all")
     rows = [(line.kind, line.source, str(len(line.values)), *_figures(line.summary)) for line in time]
     unseen = (
-        f"""The same runs, predicted by rates that were fitted without the run's own source. Rates are fitted to dense
-16-bit runs. Constants of engines stay as they are; they were chosen with open runs of all classes in view.
+        f"""The next table predicts the same runs with rates fitted without the run's own source. Rates are fitted to
+dense 16-bit runs. Engine constants are not refitted; they were chosen with open runs of all classes in view.
 
 {_table(head, map(_kind_line, errors_by_kind(left_out)))}"""
         if left_out
@@ -120,8 +121,8 @@ def _time(time: Sequence[Errors], devices: Sequence[Errors], left_out: Sequence[
 
 {unseen}
 
-Dense runs count if whoever compiled the table recommends them; runs of other classes all count. Runs of one adapter
-plan are repeats by several submitters: they count once, with their median.
+Dense runs count if the authors of the table recommend them; all runs of other classes count. Runs of one adapter plan
+are repeats by several submitters: they count once, with their median.
 
 {_table(("class", "source", "runs", "bias", "median", "90 %", "worst"), rows)}"""
 
@@ -158,9 +159,9 @@ def _memory(lines: Sequence[MemoryLine]) -> str:
     ]
     return f"""## Memory of a GPU
 
-Predictions are meant as upper bounds, so errors should be small and positive. Sources measure different things: memory
-allocated by torch, memory reserved by torch, or all that is used on the device; some do not say. Each prediction is of
-the quantity that its source names.
+Predictions are upper bounds, so errors should be small and positive. Sources measure different quantities: memory
+allocated by torch, memory reserved by torch, or all memory in use on the device; some sources do not say which. Each
+prediction is of the quantity that its source names.
 
 {_table(head, rows)}"""
 
@@ -178,20 +179,20 @@ def _order(jobs: Sequence[RankedJob], of_two: Sequence[RankedJob]) -> str:
     ]
     return f"""## Order of plans
 
-A planner needs the order of plans more than their times. *Regret* is how much longer the plan that is ranked first
-took than the fastest measured plan of its job. The rank correlation (Spearman's) is 1 for the measured order and −1 for
-its reverse; a class shows the median of its jobs. Jobs have {MIN_RANKED} measured plans or more, and every source of a
-class weighs the same. A job is *inconsistent* if its own measurements contradict each other: larger microbatches took
-longer than the same work in smaller ones can take (`benchmarks/published_runs/evidence.py`). Outside dense models the
-versions of a framework count as one job, since few publications compare plans there.
+A planner needs the order of plans more than their times. *Regret* is the extra measured time of the plan ranked first,
+relative to the fastest measured plan of its job. The rank correlation (Spearman's) is 1 for the measured order and −1
+for its reverse; a class shows the median of its jobs. Jobs have {MIN_RANKED} measured plans or more, and every source
+of a class weighs the same. A job is *inconsistent* if its own measurements contradict each other: larger microbatches
+took longer than the same work in smaller ones can take (`benchmarks/published_runs/evidence.py`). Outside dense models,
+the versions of a framework count as one job, because few publications compare plans of such models.
 
 {_table(head, every + kept)}
 
-Jobs of two plans:
+Jobs with two plans:
 
 {_table(head, pairs)}
 
-Jobs of the classes that have few, each with the run whose plan is ranked first:
+Jobs of classes with few jobs, each with the run whose plan is ranked first:
 
 {_table(("class", "source", "ranked first", "plans", "regret", "rank correlation"), few)}
 
@@ -230,10 +231,11 @@ def _others(found: Findings) -> str:
     head = ("estimator", "runs", "bias", "median", "90 %", "worst")
     return f"""## Others' estimators
 
-These are open estimators of training time and memory that install from the Python package index and need no GPU.
-Each is asked only about runs within its stated scope, with the settings of the run and its own defaults for everything
-else. In every pair of lines both predict the same runs, and every run counts once. *Scaled* is the median error after
-one factor per source, framework and device, because the reachable rate of a device is an input of these tools.
+This section compares open estimators of training time and memory that install from the Python package index and need
+no GPU. Each estimator is asked only about runs within its stated scope, with the settings of the run and its own
+defaults for everything else. Both lines of a pair predict the same runs, and every run counts once. *Scaled* is
+the median error after one factor per source, framework and device, because these tools read the reachable rate of a
+device as an input.
 
 {asked}
 
@@ -249,8 +251,9 @@ Peak memory of a GPU:
 
 {_table(head, memory)}
 
-No published run measures model states alone, so those cannot be judged here. The lines below only say which part of
-the measured peak the stated states are (the median), and how many runs state more than the whole peak:
+No published run measures model states alone, so estimates of model states cannot be judged here. The table gives the
+median of stated model states over measured peak memory, and the number of runs for which the estimate exceeds the
+measured peak:
 
 {_table(("estimator", "runs", "states / measured peak", "more than the peak"), states)}
 
@@ -328,13 +331,13 @@ def _pair(name: str, theirs: Sequence[float], ours: Sequence[float]) -> list[tup
 
 _LIMITS = """## What this page does not show
 
-- Runs that are kept sealed to judge predictions by: this repository does not have their measurements.
-- steelyard's own runtime on GPUs: published runs are of other engines. For CPU processes see
+- Sealed runs, which are reserved for judging predictions: this repository does not have their measurements.
+- steelyard's own runtime on GPUs: published runs use other engines. For CPU processes, see
   [benchmarks](../../benchmarks/README.md).
 - Differences below the spread of repeats: two runs of one plan differ by 1 to 9 %.
-- Plans that nobody publishes. Few sources publish runs that were slow or out of memory.
-- Causes: [what is not modelled](what-is-not-modelled.md) lists what predictions leave out, and [the log](log/index.md)
-  what was tried."""
+- Unpublished plans. Few sources publish runs that were slow or out of memory.
+- Causes: [what is not modelled](what-is-not-modelled.md) lists effects that predictions leave out, and
+  [the log](log/index.md) lists what was tried."""
 
 
 def _figures(errors: ErrorSummary | KindErrors) -> tuple[str, str, str, str]:
