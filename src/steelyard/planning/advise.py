@@ -51,9 +51,9 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
     deadline = time.process_time() + TOTAL_S
     singles = list(single_changes(request, asked=asked))
     for number, texts in enumerate(singles, start=1):
-        progress(f"{number} of {len(singles)} changes, {_options(texts)}")
+        progress(f"{number} of {len(singles)} changes, {as_options(texts)}")
         if time.process_time() > deadline:
-            untried.append(_options(texts))
+            untried.append(as_options(texts))
             continue
         each = _try(limited, texts, own, free.step_s)
         if isinstance(each, str):
@@ -67,7 +67,7 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
     for number, ((_, one), (_, other)) in enumerate(pairs, start=1):
         if time.process_time() > deadline:
             break
-        progress(f"{number} of {len(pairs)} pairs, {_options(one | other)}")
+        progress(f"{number} of {len(pairs)} pairs, {as_options(one | other)}")
         each = _try(limited, one | other, own, free.step_s)
         if isinstance(each, Advice):
             found[each.options] = each
@@ -107,7 +107,7 @@ def _try(request: PlanRequest, texts: Mapping[str, str], own: Advice, free_s: fl
         study = Study(with_levers(request, texts))
         return _advice(study, texts, own.least_bytes or math.nan, free_s, Levers.of(texts))
     except UserError as error:
-        return f"{_options(texts)}: {error.field} {error.found}"
+        return f"{as_options(texts)}: {error.field} {error.found}"
 
 
 def _advice(study: Study, texts: Mapping[str, str], before: float, free_s: float, levers: Levers | None) -> Advice:
@@ -120,7 +120,7 @@ def _advice(study: Study, texts: Mapping[str, str], before: float, free_s: float
         missing = max(1, short)
     results = [lever.result for lever in levers or ()]
     return Advice(
-        options=_options(texts),
+        options=as_options(texts),
         result=max(results, key=RESULTS.index, default="exact"),
         least_bytes=least,
         saved_bytes=0 if least is None or math.isnan(before) else int(before) - least,
@@ -130,7 +130,8 @@ def _advice(study: Study, texts: Mapping[str, str], before: float, free_s: float
     )
 
 
-def _options(texts: Mapping[str, str]) -> str:
+def as_options(texts: Mapping[str, str]) -> str:
+    """Return texts of levers as command-line options."""
     return " ".join(f"--{name} {text}" for name, text in texts.items())
 
 

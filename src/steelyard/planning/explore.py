@@ -20,7 +20,7 @@ from steelyard.levers import Levers
 from steelyard.plan.choices import Axis, Exploration, ExploredPoint
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Certificate
-from steelyard.planning.advise import single_changes
+from steelyard.planning.advise import as_options, single_changes
 from steelyard.planning.choose import device_bytes
 from steelyard.planning.price import peak_bytes, refuse_host
 from steelyard.planning.request import PlanRequest, with_levers
@@ -85,7 +85,7 @@ class _Way:
     @property
     def options(self) -> str:
         """Command-line options of the added levers."""
-        return " ".join(f"--{name} {text}" for name, text in self.levers.items())
+        return as_options(self.levers)
 
     def solve(self, grid: _Grid, place: tuple[int, int], deadline: float, budgets: Sequence[int] | None = None) -> None:
         """Solve one column, or only some of its ``budgets``, from the largest budget down."""
@@ -318,7 +318,7 @@ def _levers(own: _Way, grid: _Grid, deadline: float, progress: Progress) -> tupl
             progress(way.options)
             way.solve(grid, place, deadline, [index] if too_small is None else [index, too_small])
         except UserError as error:
-            left_out.append(f"{' '.join(f'--{each} {text}' for each, text in texts.items())}: {error.found}")
+            left_out.append(f"{as_options(texts)}: {error.found}")
             continue
         if _is_useful(way.columns[place], plain, index):
             found.append(way)

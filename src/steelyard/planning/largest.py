@@ -21,7 +21,7 @@ from steelyard.errors import UserError
 from steelyard.levers import LEVERS
 from steelyard.model.read import load_model, model_names
 from steelyard.plan.decisions import Decisions
-from steelyard.planning.advise import LIMIT_S, is_beyond_host, least_bytes
+from steelyard.planning.advise import LIMIT_S, as_options, is_beyond_host, least_bytes
 from steelyard.planning.job import job_of
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.simple import num_params
@@ -170,4 +170,4 @@ def _options(what: str, request: PlanRequest, size: int) -> str:
         return f"--seq-len {size}"
     if what == BATCH:
         return f"--global-batch {size} --microbatches 1"
-    return " ".join(f"--{name} {text}" for name, text in request.levers.texts.items())
+    return as_options(request.levers.texts)
