@@ -279,7 +279,7 @@ def warnings_of(
                 told.append(f"a plan with --memory-margin {MARGIN:g} leaves more free, where one fits")
         if fullest and pool.cluster.num_devices > 1 and (misfits := pool.profile.misfits):
             told.append(
-                f"collectives of the profile are missed by a latency and a rate by up to: {', '.join(misfits)}; "
+                f"fitted latency and rate of collectives differ from measurements by up to: {', '.join(misfits)}; "
                 "profile again on an idle machine, or with a larger --budget"
             )
         if told:
