@@ -1,6 +1,7 @@
 """Tests that numbers too large to compute with are refused by name where they are read."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ from tests.damage.documents import whole
 from tests.jobs import make_job
 
 JOB = ("--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32)
-WHOLE = whole()
+
+
+@cache
+def files() -> dict[str, Any]:
+    """Contents of every sort of file."""
+    return whole()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +98,7 @@ def changed(content: Any, path: str, value: object) -> Any:
 def test_a_number_of_a_file_beyond_the_bounds_is_named(
     run: Run, tmp_path: Path, sort: str, path: str, value: object
 ) -> None:
-    (tmp_path / "file.json").write_text(json.dumps(changed(WHOLE[sort], path, value)))
+    (tmp_path / "file.json").write_text(json.dumps(changed(files()[sort], path, value)))
     command = ["solve"] if sort == "problem" else ["diff", tmp_path / "file.json"]
     error = user_error(run(*command, tmp_path / "file.json"))
     names = [part for part in path.split(".") if not part.isdigit()]
@@ -103,15 +109,15 @@ def test_a_number_of_a_file_beyond_the_bounds_is_named(
 @pytest.mark.parametrize("value", [1e308, 0, -1, float("nan")])
 def test_a_number_of_a_cluster_beyond_the_bounds_is_named(run: Run, tmp_path: Path, key: str, value: float) -> None:
     (tmp_path / "lab.yaml").write_text(
-        json.dumps(changed(WHOLE["cluster"], f"device.{key}", value)).replace("NaN", ".nan")
+        json.dumps(changed(files()["cluster"], f"device.{key}", value)).replace("NaN", ".nan")
     )
     error = user_error(run("plan", "llama3-8b", "--cluster", tmp_path / "lab.yaml", *JOB[2:]))
     assert key in error.field
 
 
 def test_layers_of_a_problem_count_together(run: Run, tmp_path: Path) -> None:
-    layers = [{"kind": WHOLE["problem"]["settings"][0]["kinds"][0]["name"], "count": MOST_LAYERS}] * 2
-    (tmp_path / "p.json").write_text(json.dumps(changed(WHOLE["problem"], "settings.0.layers", layers)))
+    layers = [{"kind": files()["problem"]["settings"][0]["kinds"][0]["name"], "count": MOST_LAYERS}] * 2
+    (tmp_path / "p.json").write_text(json.dumps(changed(files()["problem"], "settings.0.layers", layers)))
     assert user_error(run("solve", tmp_path / "p.json")).found == f"{2 * MOST_LAYERS} layers"
 
 
@@ -119,7 +125,7 @@ def test_layers_of_a_problem_count_together(run: Run, tmp_path: Path) -> None:
 def test_bytes_too_many_for_any_device_fit_nowhere_and_wrap_around_nowhere(
     run: Run, tmp_path: Path, schedule: str
 ) -> None:
-    content = changed(WHOLE["problem"], "budget_bytes", MOST_BYTES // 2)
+    content = changed(files()["problem"], "budget_bytes", MOST_BYTES // 2)
     content["settings"] = [config | {"schedule": schedule, "num_microbatches": 2**16} for config in content["settings"]]
     for layer_type in content["settings"][0]["kinds"]:
         layer_type["activation_bytes"] = [MOST_BYTES] * len(layer_type["activation_bytes"])
@@ -150,17 +156,17 @@ def test_a_search_says_how_long_it_may_take(run: Run) -> None:
     ("path", "value"), [("predicted_busy_s", [0.1]), ("predicted_peak_bytes", [1, 2, 3]), ("ranks.0.stage", 2)]
 )
 def test_a_record_of_other_stages_than_the_plans_is_named(run: Run, tmp_path: Path, path: str, value: object) -> None:
-    (tmp_path / "plan.json").write_text(json.dumps(WHOLE["plan"]))
-    (tmp_path / "record.json").write_text(json.dumps(changed(WHOLE["record"], path, value)))
-    files = (tmp_path / "plan.json", "-o", tmp_path / "page.html", "--run", tmp_path / "record.json")
-    error = user_error(run("report", *files))
+    (tmp_path / "plan.json").write_text(json.dumps(files()["plan"]))
+    (tmp_path / "record.json").write_text(json.dumps(changed(files()["record"], path, value)))
+    words = (tmp_path / "plan.json", "-o", tmp_path / "page.html", "--run", tmp_path / "record.json")
+    error = user_error(run("report", *words))
     assert path.split(".", maxsplit=1)[0] in error.field
 
 
 @pytest.mark.parametrize("command", ["timeline", "report"])
 def test_a_folder_is_no_place_for_a_page(run: Run, tmp_path: Path, command: str) -> None:
     for sort, name in (("plan", "plan.json"), ("cluster", "lab.yaml"), ("profile", "profile.json")):
-        (tmp_path / name).write_text(json.dumps(WHOLE[sort]))
+        (tmp_path / name).write_text(json.dumps(files()[sort]))
     job = ("--cluster", tmp_path / "lab.yaml", "--profile", tmp_path / "profile.json")
     error = user_error(run(command, tmp_path / "plan.json", "-o", tmp_path, *job))
     assert error.field == "--output"

@@ -1,6 +1,7 @@
 """Tests of the search with experts divided over ranks: its options, results and messages."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -9,6 +10,7 @@ from steelyard.engines.capabilities import unsupported
 from steelyard.engines.megatron import MEGATRON
 from steelyard.errors import UserError
 from steelyard.hardware import parse_cluster
+from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.decisions import Decisions
 from steelyard.planning.choose import plan_job
@@ -21,17 +23,22 @@ from tests.jobs import make_job
 from tests.runtime.models import FAMILY_CONFIGS
 
 CONFIG = FAMILY_CONFIGS["mixtral"] | {"num_local_experts": 8, "hidden_size": 256, "intermediate_size": 4096}
-CHAIN = chain_from_config(CONFIG, name="test")
+
+
+@cache
+def chain() -> ModelChain:
+    """The model, which is split when a test first asks for it."""
+    return chain_from_config(CONFIG, name="test")
 
 
 @pytest.fixture(scope="module")
 def job() -> Job:
     """Two nodes of four devices."""
     return Job(
-        chain=CHAIN,
+        chain=chain(),
         groups=(
             DeviceGroup(
-                profile=trace(CHAIN, seq_len=32, precision="bf16", degrees=(1, 2)),
+                profile=trace(chain(), seq_len=32, precision="bf16", degrees=(1, 2)),
                 cluster=parse_cluster("2x4xh100-80gb"),
                 budget_bytes=8 * 2**30,
             ),
@@ -60,7 +67,7 @@ def test_a_pin_offers_what_is_not_worth_a_search(job: Job) -> None:
 def test_a_pin_of_all_layers_is_for_those_with_experts(job: Job) -> None:
     found = plan_job(job, Decisions(pins=("ep=4",))).plan
     assert found is not None
-    layer_types = [CHAIN.type_of(layer) for layer in range(CHAIN.num_layers)]
+    layer_types = [chain().type_of(layer) for layer in range(chain().num_layers)]
     degrees = [strategy.expert_degree for strategy in found.strategies]
     assert degrees == [4 if layer_type.num_experts else 1 for layer_type in layer_types]
 
@@ -90,7 +97,7 @@ def test_a_plan_says_the_imbalance_it_assumes(job: Job) -> None:
 def test_an_imbalance_below_one_is_an_error() -> None:
     with pytest.raises(UserError, match=r"imbalance: found 0\.5"):
         make_job(
-            CHAIN,
+            chain(),
             "1x4xh100-80gb",
             global_batch=4,
             seq_len=32,
@@ -110,7 +117,7 @@ def test_an_imbalance_of_a_model_without_experts_is_an_error() -> None:
 def test_the_imbalance_that_a_caller_gives_is_the_one_that_a_plan_assumes(job: Job) -> None:
     decisions = Decisions(pins=("ep=4",))
     asked = {"global_batch": 32, "seq_len": 32, "profile": job.profile, "decisions": decisions}
-    found = find_plan(CHAIN, "2x4xh100-80gb", imbalance=1.5, **asked)
+    found = find_plan(chain(), "2x4xh100-80gb", imbalance=1.5, **asked)
     assert found.prediction is not None
     assert found.prediction.profile.imbalance == 1.5
 
@@ -121,7 +128,7 @@ def test_a_framework_of_one_strategy_divides_experts_where_that_is_asked_for(job
     wanted = plan_job(job, Decisions(pins=(pin,))).plan
     assert wanted is not None
     fitted = fit_plan(wanted, job, MEGATRON)
-    layer_types = [CHAIN.type_of(layer) for layer in range(CHAIN.num_layers)]
+    layer_types = [chain().type_of(layer) for layer in range(chain().num_layers)]
     assert [each.expert_degree for each in fitted.plan.strategies] == [
         4 if layer_type.num_experts else 1 for layer_type in layer_types
     ]

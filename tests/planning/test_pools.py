@@ -359,14 +359,13 @@ pools:
   - {name: quick, num_nodes: 1, devices_per_node: 2, device: {name: a, kind: cpu, memory_GiB: 8}, intra_link: loopback}
   - {name: slow, num_nodes: 1, devices_per_node: 2, device: {name: b, kind: cpu, memory_GiB: 8}, intra_link: loopback}
 """
-MODEL = chain(num_layers=8)
 ASKED = {"global_batch": 8, "seq_len": SEQ_LEN, "precision": "fp32"}
 
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
     """Two device groups of processes, and the profile of each by name; the slow one takes three times as long."""
-    folder, quick = tmp_path_factory.mktemp("profiles"), measured_profile(MODEL, num_devices=2)
+    folder, quick = tmp_path_factory.mktemp("profiles"), measured_profile(chain(num_layers=8), num_devices=2)
     slow = quick.model_copy(update={"layers": tuple(three_times(layer) for layer in quick.layers)})
     paths = {"quick": folder / "quick.json", "slow": folder / "slow.json"}
     for name, profile in (("quick", quick), ("slow", slow)):
@@ -385,7 +384,7 @@ def three_times(layer):
 def test_each_pool_is_priced_by_its_own_measured_profile_and_the_slow_one_gets_fewer_layers(profiled):
     cluster, paths = profiled
     text = ",".join(f"{name}={path}" for name, path in paths.items())
-    job = make_job(MODEL, cluster, profile=text, **ASKED)
+    job = make_job(chain(num_layers=8), cluster, profile=text, **ASKED)
     plan = plan_job(job, narrower(num_stages=2, num_microbatches=4)).plan
     layers = dict(
         zip((pool.name for pool in plan.stage_pools()), map(len, (s.layers for s in plan.parts)), strict=True)
@@ -401,7 +400,7 @@ def test_each_pool_is_priced_by_its_own_measured_profile_and_the_slow_one_gets_f
 
 def test_a_plan_over_pools_finds_its_profiles_beside_its_file_and_says_where_one_is_gone(profiled, tmp_path):
     cluster, paths = profiled
-    job = make_job(MODEL, cluster, profile=paths, **ASKED)
+    job = make_job(chain(num_layers=8), cluster, profile=paths, **ASKED)
     plan = plan_job(job, narrower(num_stages=2, num_microbatches=4)).plan
     moved = [path.rename(tmp_path / path.name) for path in paths.values()]
     try:
@@ -421,7 +420,7 @@ def test_a_plan_over_pools_finds_its_profiles_beside_its_file_and_says_where_one
 def test_profiles_that_do_not_name_their_pools_are_refused(profiled, given):
     cluster, paths = profiled
     with pytest.raises(UserError, match=r"^--profile: found .*\n.*NAME=FILE.* each device group of quick, slow"):
-        make_job(MODEL, cluster, profile=given.format(**paths), **ASKED)
+        make_job(chain(num_layers=8), cluster, profile=given.format(**paths), **ASKED)
 
 
 def test_a_link_between_pools_whose_rate_is_known_is_not_priced_by_what_was_measured_inside_one(profiled):
@@ -430,7 +429,7 @@ def test_a_link_between_pools_whose_rate_is_known_is_not_priced_by_what_was_meas
     slow_link = joined_pools(cluster.pools, [link, link])
     steps = []
     for each in (cluster, slow_link):
-        job = make_job(MODEL, each, profile=paths, **ASKED)
+        job = make_job(chain(num_layers=8), each, profile=paths, **ASKED)
         plan = even_plan(job, narrower(num_stages=2))
         steps.append(predict(plan, job).step_time_s)
     assert steps[1] > 10 * steps[0]
@@ -443,7 +442,7 @@ def test_processes_of_a_pool_that_share_cores_are_faster_while_others_of_theirs_
     options = narrower(num_stages=4, num_microbatches=2)
     steps = []
     for each in (profiles, shared):
-        job = make_job(MODEL, cluster, profile=each, **ASKED)
+        job = make_job(chain(num_layers=8), cluster, profile=each, **ASKED)
         plan = even_plan(job, options)
         assert [pool.name for pool in plan.stage_pools()] == ["quick", "quick", "slow", "slow"]
         steps.append(predict(plan, job).step_time_s)
@@ -457,7 +456,7 @@ def test_a_number_of_stages_that_one_pool_alone_cannot_have_is_searched_over_bot
 
 def test_a_plan_over_pools_that_are_described_in_full_is_read_back_from_its_file(profiled, tmp_path):
     cluster, paths = profiled
-    job = make_job(MODEL, cluster, profile=paths, **ASKED)
+    job = make_job(chain(num_layers=8), cluster, profile=paths, **ASKED)
     plan = plan_job(job, narrower(num_stages=2)).plan
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan

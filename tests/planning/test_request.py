@@ -1,7 +1,8 @@
-"""Tests of requests: the same file from the shell and from Python, and one clear error for a contradiction."""
+"""Tests of requests: the same one from the shell and from Python, and one clear error for a contradiction."""
 
 import json
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from steelyard.cli.app import app
 from steelyard.errors import CombinedError, UserError
 from steelyard.levers import Levers
+from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import dump_json, write_plan
@@ -100,12 +102,12 @@ OTHERWISE = {
 """Options that `find_plan` has no argument for."""
 
 
-SLOW = ("uneven experts", "the longest sequence")
-"""Options whose model is traced for seconds."""
+PLANNED = ("nothing more", "pools", "days and costs")
+"""Options for which both also plan: every other file is that of an equal request."""
 
 
 def cases(asked: dict[str, Asked]) -> list[Any]:
-    return [pytest.param(each, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, each in asked.items()]
+    return [pytest.param(each, id=name) for name, each in asked.items()]
 
 
 @pytest.fixture(scope="module")
@@ -139,38 +141,66 @@ def at(folder: Path, value: Any) -> Any:
     return value.format(folder=folder) if isinstance(value, str) else value
 
 
-def typed(asked: Asked, folder: Path, path: Path, *more: object) -> bytes:
-    """The file that the command writes; it prints JSON, for which other engines are not compared."""
-    words = [asked.model, "--cluster", asked.cluster, *asked.words, *more, "--json", "-o", path]
-    result = CliRunner().invoke(app, ["plan", *(str(at(folder, each)) for each in words)])
-    assert result.exit_code == 0, result.exception or result.output
-    return path.read_bytes()
+def words_of(asked: Asked, folder: Path, path: Path) -> list[str]:
+    """The command that writes a plan; it prints JSON, for which other engines are not compared."""
+    batch = () if asked in OTHERWISE.values() else ("--global-batch", 8)
+    length = () if "--seq-len" in asked.words else ("--seq-len", asked.seq_len)
+    words = [asked.model, "--cluster", asked.cluster, *asked.words, *batch, *length, "--json", "-o", path]
+    return ["plan", *(str(at(folder, each)) for each in words)]
 
 
 def called(asked: Asked, folder: Path) -> dict[str, Any]:
     return {name: at(folder, value) for name, value in asked.called.items()}
 
 
+class RequestedError(Exception):
+    """The request for which a plan was to be searched."""
+
+
+@pytest.fixture
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def complete(request: PlanRequest, **_: Any) -> None:
+        raise RequestedError(request)
+
+    monkeypatch.setattr("steelyard.planning.complete.complete", complete)
+    monkeypatch.setattr("steelyard.cli.plan.complete", complete)
+
+
+def request_of_words(words: list[str]) -> PlanRequest:
+    raised = CliRunner().invoke(app, words).exception
+    assert isinstance(raised, RequestedError), raised
+    return raised.args[0]
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_search")
 @pytest.mark.parametrize("asked", cases(ASKED))
-def test_the_shell_and_python_get_the_same_file(asked: Asked, folder: Path, tmp_path: Path) -> None:
-    plan = find_plan(
-        at(folder, asked.model), asked.cluster, global_batch=8, seq_len=asked.seq_len, **called(asked, folder)
-    )
-    write_plan(plan, tmp_path / "called.json")
-    written = typed(asked, folder, tmp_path / "typed.json", "--global-batch", 8, "--seq-len", asked.seq_len)
-    assert written == (tmp_path / "called.json").read_bytes()
+def test_the_shell_and_python_ask_for_the_same_plan(asked: Asked, folder: Path, tmp_path: Path) -> None:
+    sizes = {"global_batch": 8, "seq_len": asked.seq_len} | called(asked, folder)
+    with pytest.raises(RequestedError) as raised:
+        find_plan(at(folder, asked.model), asked.cluster, **sizes)
+    assert request_of_words(words_of(asked, folder, tmp_path / "plan.json")) == raised.value.args[0]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_search")
 @pytest.mark.parametrize("asked", cases(OTHERWISE))
-def test_the_shell_and_a_request_get_the_same_file(asked: Asked, folder: Path, tmp_path: Path) -> None:
-    request = make_request(at(folder, asked.model), asked.cluster, **{"seq_len": 32} | called(asked, folder))
-    plan = complete(request).plan
+def test_the_shell_asks_for_what_a_request_says(asked: Asked, folder: Path, tmp_path: Path) -> None:
+    expected = make_request(at(folder, asked.model), asked.cluster, **{"seq_len": 32} | called(asked, folder))
+    assert request_of_words(words_of(asked, folder, tmp_path / "plan.json")) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_shell_and_a_request_get_the_same_file(name: str, folder: Path, tmp_path: Path) -> None:
+    asked = (ASKED | OTHERWISE)[name]
+    sizes = {"global_batch": 8, "seq_len": asked.seq_len}
+    plan = complete(make_request(at(folder, asked.model), asked.cluster, **sizes | called(asked, folder))).plan
     assert plan is not None
     write_plan(plan, tmp_path / "called.json")
-    words = () if "--seq-len" in asked.words else ("--seq-len", 32)
-    assert typed(asked, folder, tmp_path / "typed.json", *words) == (tmp_path / "called.json").read_bytes()
+    result = CliRunner().invoke(app, words_of(asked, folder, tmp_path / "typed.json"))
+    assert result.exit_code == 0, result.exception or result.output
+    assert (tmp_path / "typed.json").read_bytes() == (tmp_path / "called.json").read_bytes()
 
 
 # contradictions
@@ -181,8 +211,14 @@ def request(**changes: Any) -> PlanRequest:
     return make_request(**asked | changes)
 
 
-MIXTRAL = chain_from_config(FAMILY_CONFIGS["mixtral"], name="mixtral")
-GPT2 = chain_from_config(FAMILY_CONFIGS["gpt2"] | {"n_positions": 64}, name="gpt2")
+@cache
+def mixtral() -> ModelChain:
+    return chain_from_config(FAMILY_CONFIGS["mixtral"], name="mixtral")
+
+
+@cache
+def short_gpt2() -> ModelChain:
+    return chain_from_config(FAMILY_CONFIGS["gpt2"] | {"n_positions": 64}, name="gpt2")
 
 
 @pytest.mark.parametrize(
@@ -191,10 +227,10 @@ GPT2 = chain_from_config(FAMILY_CONFIGS["gpt2"] | {"n_positions": 64}, name="gpt
         ({"global_batch": 0}, "global_batch", "1 to 262144"),
         ({"seq_len": 2**24 + 1}, "seq_len", "1 to 16777216"),
         ({"global_batch": 2**18, "seq_len": 2**24}, "global_batch", "tokens a step"),
-        ({"model": GPT2, "seq_len": 65}, "seq_len", "at most 64"),
+        ({"model": short_gpt2, "seq_len": 65}, "seq_len", "at most 64"),
         ({"imbalance": 1.5}, "imbalance", "a model with experts"),
-        ({"model": MIXTRAL, "imbalance": 0.5}, "imbalance", "1 (every rank's experts get as many tokens) to 8"),
-        ({"model": MIXTRAL, "imbalance": 9.0}, "imbalance", "to 8"),
+        ({"model": mixtral, "imbalance": 0.5}, "imbalance", "1 (every rank's experts get as many tokens) to 8"),
+        ({"model": mixtral, "imbalance": 9.0}, "imbalance", "to 8"),
         ({"memory_margin": 0.95}, "memory_margin", "from 0 to 0.9"),
         ({"global_batch": "max", "objective": "devices"}, "--global-batch", "max with --objective devices"),
         ({"seq_len": "max", "global_batch": "max"}, "--seq-len", "max with --global-batch max"),
@@ -212,6 +248,8 @@ GPT2 = chain_from_config(FAMILY_CONFIGS["gpt2"] | {"n_positions": 64}, name="gpt
     ],
 )
 def test_a_contradiction_is_one_clear_error(changes: dict[str, Any], field: str, text: str) -> None:
+    if callable(model := changes.get("model")):
+        changes = changes | {"model": model()}
     with pytest.raises(UserError) as raised:
         request(**changes)
     assert not isinstance(raised.value, CombinedError)

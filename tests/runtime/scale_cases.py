@@ -40,5 +40,5 @@ CASES: dict[str, Case] = {
 }
 SCALED = (EVERY_MODE, "two stages, tied", EXPERTS)
 """Trained with a scale and without: chunks of a rank are scaled as stages are."""
-OTHER_PLAN = _case("llama", "tp2, " * 3 + "fsdp2", "fsdp2 zero1, " * 3 + "dp2", num_microbatches=2).plan
+OTHER_PLAN = _case("llama", "tp2, " * 3 + "fsdp2", "fsdp2 zero1, " * 3 + "dp2", num_microbatches=2)
 """Another plan of the same model and batch."""

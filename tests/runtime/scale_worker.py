@@ -200,7 +200,7 @@ def everything() -> dict[str, Any]:
         **{f"scaled {name}": lambda name=name: scaled_and_not(CASES[name].plan) for name in SCALED},
         "overflow": lambda: overflow_on(every, rank=2),
         "overflow in a pipeline": lambda: overflow_on(CASES["two stages, tied"].plan, rank=0),
-        "resumed": lambda: resumed(every, OTHER_PLAN),
+        "resumed": lambda: resumed(every, OTHER_PLAN.plan),
         "never ends": lambda: never_ends(every),
         "accumulated": lambda: accumulated(every),
     }

@@ -8,7 +8,7 @@ import pytest
 from steelyard.plan.shrink import TOLERANCES
 from steelyard.schedules.pass_rows import write_row
 from tests.runtime.processes import run_parity
-from tests.runtime.zero_bubble_cases import CASES, NIGHTLY
+from tests.runtime.zero_bubble_cases import CASES, NIGHTLY, ORDERED
 from tests.sample import asked, sampled
 
 pytestmark = pytest.mark.processes
@@ -41,7 +41,7 @@ def test_the_runtime_applied_the_strategies_of_the_plan(results: dict[str, dict[
     assert results[name]["strategies"] == [str(strategy) for strategy in CASES[name].plan.strategies]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.plan.pass_order])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.make.keywords["schedule"] == ORDERED])
 def test_an_order_of_its_own_is_not_the_usual_one(name: str) -> None:
     pipeline = CASES[name].plan.pipeline
     usual = replace(pipeline, pass_order=())

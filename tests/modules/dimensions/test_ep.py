@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from steelyard.errors import InvalidModelError, InvalidPlanError
+from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.dimensions.ep import apply_expert_parallel, expert_degree
@@ -22,12 +24,17 @@ from tests.runtime.processes import run_ranks
 from tests.sample import asked, sampled
 
 TOLERANCE = 1e-5
-CHAIN = chain_from_config(CONFIGS["mixtral"], name="test")
 SPARSE, SAMPLES, SEQ_LEN = 1, 2, 16
 NUM_PAIRS = SAMPLES * SEQ_LEN * CONFIGS["mixtral"]["num_experts_per_tok"]
-PAIR_BYTES, COUNT_BYTES = 4 * CHAIN.hidden_size, 4
+PAIR_BYTES, COUNT_BYTES = 4 * CONFIGS["mixtral"]["hidden_size"], 4
 
 Found = dict[str, Any]
+
+
+@cache
+def chain() -> ModelChain:
+    """The model, which is split when a test first asks for it."""
+    return chain_from_config(CONFIGS["mixtral"], name="test")
 
 
 # four and eight processes
@@ -142,12 +149,12 @@ def observe(*, ep: int, tp: int = 1, remat: Remat = Remat.NONE) -> CountedLayer:
 @contextmanager
 def divided(*, ep: int, tp: int = 1) -> Iterator[tuple[ChainLayer, TracedLayer]]:
     """A block on fake tensors."""
-    model = build_meta_model(CHAIN)
-    prepare_model(model, CHAIN)
+    model = build_meta_model(chain())
+    prepare_model(model, chain())
     with fake_world(tp * ep):
         mesh = init_device_mesh("cpu", (ep, tp), mesh_dim_names=("ep", "tp"))
         setting = TracedLayer(
-            chain=CHAIN,
+            chain=chain(),
             layer=SPARSE,
             seq_len=SEQ_LEN,
             precision="fp32",
@@ -223,9 +230,9 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def layer_of(index: int) -> ChainLayer:
-    model = build_meta_model(CHAIN)
-    prepare_model(model, CHAIN)
-    return build_layer(model, CHAIN, index, Remat.NONE)
+    model = build_meta_model(chain())
+    prepare_model(model, chain())
+    return build_layer(model, chain(), index, Remat.NONE)
 
 
 def test_a_degree_that_does_not_divide_the_experts_is_an_error(mesh: DeviceMesh) -> None:
@@ -234,12 +241,12 @@ def test_a_degree_that_does_not_divide_the_experts_is_an_error(mesh: DeviceMesh)
 
 
 def test_a_degree_that_does_not_divide_what_tp_leaves_is_an_error() -> None:
-    model = build_meta_model(CHAIN)
-    prepare_model(model, CHAIN)
-    layer = build_layer(model, CHAIN, SPARSE, Remat.NONE)
+    model = build_meta_model(chain())
+    prepare_model(model, chain())
+    layer = build_layer(model, chain(), SPARSE, Remat.NONE)
     with fake_world(8):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("ep", "tp"))
-        apply_tensor_parallel(layer, CHAIN, mesh["tp"], sp=False)
+        apply_tensor_parallel(layer, chain(), mesh["tp"], sp=False)
         with pytest.raises(InvalidPlanError, match="ep4 for 4 experts, 2 per tp rank"):
             apply_expert_parallel(layer, mesh["ep"])
 

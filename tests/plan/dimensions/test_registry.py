@@ -4,9 +4,11 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
+from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.dimensions import TWINS
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, dimension_named
@@ -24,9 +26,18 @@ EXAMPLES = {
     "ep": ("dp4 ep4", "fsdp4 ep2", "dp2-cp2-tp2 ep2"),
 }
 """Strategies that use each dimension; a dimension without any fails `test_every_dimension_has_examples`."""
-SPARSE = chain_from_config(FAMILY_CONFIGS["mixtral"], name="sparse")
-ODD = chain(hidden_size=72, num_attention_heads=9, num_key_value_heads=9, head_dim=8)
 BATCH = Batch(microbatch_samples=8, seq_len=64)
+
+
+@cache
+def sparse() -> ModelChain:
+    return chain_from_config(FAMILY_CONFIGS["mixtral"], name="sparse")
+
+
+@cache
+def odd() -> ModelChain:
+    return chain(hidden_size=72, num_attention_heads=9, num_key_value_heads=9, head_dim=8)
+
 
 dimensions = pytest.mark.parametrize("dimension", DIMENSIONS.values(), ids=str)
 uses = pytest.mark.parametrize(
@@ -122,12 +133,12 @@ def test_a_dimension_says_what_its_ranks_do(dimension: Dimension, text: str) -> 
 
 @uses
 def test_a_dimension_takes_a_layer_that_it_divides(dimension: Dimension, text: str) -> None:
-    assert dimension.illegal(SPARSE.layer_types[1], parse_strategy(text), BATCH) is None
+    assert dimension.illegal(sparse().layer_types[1], parse_strategy(text), BATCH) is None
 
 
 @uses
 def test_a_dimension_says_why_it_cannot_divide_a_layer(dimension: Dimension, text: str) -> None:
-    assert dimension.illegal(ODD.layer_types[1], parse_strategy(text), Batch(microbatch_samples=7, seq_len=63))
+    assert dimension.illegal(odd().layer_types[1], parse_strategy(text), Batch(microbatch_samples=7, seq_len=63))
 
 
 @uses
@@ -155,7 +166,7 @@ def test_degrees_that_change_a_shape_are_those_of_the_strategy(dimension: Dimens
 
 @dimensions
 def test_every_dimension_serves_a_model_with_experts(dimension: Dimension) -> None:
-    assert dimension.serves(SPARSE) == ""
+    assert dimension.serves(sparse()) == ""
 
 
 @uses
