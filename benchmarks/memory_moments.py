@@ -32,7 +32,7 @@ def fullest_layer(
     parts: Sequence[range], strategies: Sequence[Strategy], stage: int, config: JobConfig
 ) -> tuple[int, int]:
     """The place of the layer at work when a stage holds most, and how many layers it has; of chunks the fullest one."""
-    chain, mine = config.job.chain, parts[stage :: config.pipeline.num_stages]
+    chain, mine = config.job.chain, [parts[part] for part in config.pipeline.parts_of(stage)]
     pairs = list(dict.fromkeys((chain.layers[layer], strategies[layer]) for part in mine for layer in part))
     tables, _ = _of_pairs(config, pairs)
     found = []

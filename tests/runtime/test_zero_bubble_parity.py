@@ -45,7 +45,7 @@ def test_the_runtime_applied_the_strategies_of_the_plan(results: dict[str, dict[
 def test_an_order_of_its_own_is_not_the_usual_one(name: str) -> None:
     pipeline = CASES[name].plan.pipeline
     usual = replace(pipeline, pass_order=())
-    rows = [write_row(usual.passes(stage), stage, usual.num_stages) for stage in range(usual.num_stages)]
+    rows = [write_row(usual.passes(stage), usual.parts_of(stage)) for stage in range(usual.num_stages)]
     assert all(ordered != row for ordered, row in zip(pipeline.pass_order, rows, strict=True))
 
 

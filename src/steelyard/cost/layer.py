@@ -480,18 +480,18 @@ def tied_s(layer_type: LayerType, strategy: Strategy, config: JobConfig, *, alik
     if not job.chain.sums_tied or layer_type.role is LayerRole.BLOCK:
         return 0.0
     matrix_bytes = job.effects.weight_bytes * job.chain.vocab_size * job.chain.hidden_size
-    distance = (config.pipeline.num_stages - 1) * config.devices_per_stage
-    pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
+    apart = config.pipeline.stages_apart(0, config.pipeline.num_parts - 1)
+    pair = Group(size=2, stride=apart * config.devices_per_stage, span=job.cluster.num_devices)
     if alike or job.execution.keeps_own_buffers:
         shards = strategy.tensor_degree * (1 if job.execution.keeps_own_buffers else strategy.state_shards)
-        return job.collective_s("all_reduce", matrix_bytes / shards, pair) if config.pipeline.num_stages > 1 else 0.0
+        return job.collective_s("all_reduce", matrix_bytes / shards, pair) if apart else 0.0
     dividing = tuple(level for level in strategy.levels if level.dimension.divides is Divides.TENSORS)
     taking = dividing, shard_levels(strategy.levels)
     tensor, data = (levels_group(strategy, each, config.devices_per_stage) for each in taking)
     count = SLICES_PER_RANK * strategy.tensor_degree
     seconds = job.collective_s("all_gather", matrix_bytes / tensor.size / count, data)
     seconds += job.collective_s("all_gather", matrix_bytes / count, tensor)
-    if config.pipeline.num_stages > 1:
+    if apart:
         seconds += job.collective_s("all_reduce", matrix_bytes / count, pair)
     return count * seconds
 

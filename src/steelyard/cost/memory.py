@@ -392,12 +392,12 @@ def plan_memory(
     """
     chain, chosen = configs[0].job.chain, dict[JobConfig, dict[tuple[int, Strategy], None]]()
     for stage, config in enumerate(configs):
-        for part in parts[stage :: len(configs)]:
+        for part in _on_stage(parts, stage, config):
             chosen.setdefault(config, {}).update(((chain.layers[layer], strategies[layer]), None) for layer in part)
     made = {config: _of_pairs(config, list(pairs)) for config, pairs in chosen.items()}
     found = []
     for stage, config in enumerate(configs):
-        mine = parts[stage :: len(configs)]
+        mine = _on_stage(parts, stage, config)
         before = strategies[mine[0][0] - 1] if stage and configs[stage - 1] is config else None
         found.append(_stage_terms(*made[config], stage, mine, strategies, config, before))
     return found
@@ -409,12 +409,15 @@ def host_bytes(parts: Sequence[range], strategies: Sequence[Strategy], configs: 
         return [0] * len(configs)
     found = []
     for stage, config in enumerate(configs):
-        of_parts = [
-            sum(_on_host(layer, strategies[layer], config) for layer in part) for part in parts[stage :: len(configs)]
-        ]
+        mine = _on_stage(parts, stage, config)
+        of_parts = [sum(_on_host(layer, strategies[layer], config) for layer in part) for part in mine]
         states, saved = np.stack(of_parts).T
         found.append(int(states.sum() + config.pipeline.in_flight(stage) * saved.max()))
     return found
+
+
+def _on_stage(parts: Sequence[range], stage: int, config: JobConfig) -> list[range]:
+    return [parts[part] for part in config.pipeline.parts_of(stage)]
 
 
 def _on_host(layer: int, strategy: Strategy, config: JobConfig) -> NDArray[np.int64]:

@@ -106,8 +106,8 @@ def best_order(
 ) -> tuple[str, ...]:
     """Return the rows of the fastest order found within the limits, which must leave room for the schedule's own order.
 
-    It is no slower than any schedule of this number of chunks whose order is within the limits. ``options`` are those
-    of `simulate`.
+    It is no slower than any schedule with chunks in these places whose order is within the limits. ``options`` are
+    those of `simulate`.
     """
     table, bound_s = pass_table(parts, pipeline), order_bound_s(parts, pipeline, limits)
     overlap_sends = bool(options.get("overlap_sends", True))
@@ -115,7 +115,7 @@ def best_order(
     best: tuple[str, ...] = ()
     best_s = inf
     for orders in chain(_known_orders(pipeline, limits), ruled):
-        rows = tuple(write_row(order, stage, len(limits)) for stage, order in enumerate(orders))
+        rows = tuple(write_row(order, pipeline.parts_of(stage)) for stage, order in enumerate(orders))
         step_s = simulate(parts, replace(pipeline, pass_order=rows), **options).step_time_s
         if step_s < best_s:
             best, best_s = rows, step_s
@@ -129,7 +129,8 @@ def _known_orders(pipeline: PipelineConfig, limits: Sequence[StageLimit]) -> Ite
     others = [each for each in SCHEDULES.values() if each.takes_chunks == (pipeline.num_chunks > 1)]
     for schedule in dict.fromkeys((pipeline.schedule, *others)):
         known = replace(pipeline, schedule=schedule, pass_order=())
-        if schedule.refusal(known) is not None:
+        places = [[each.stage_of(part) for part in range(each.num_parts)] for each in (known, pipeline)]
+        if schedule.refusal(known) is not None or places[0] != places[1]:
             continue
         orders = tuple(_split(known.passes(stage)) for stage in range(len(limits)))
         if all(
@@ -153,16 +154,16 @@ def _list_schedule(
     table: PassTable, pipeline: PipelineConfig, limits: Sequence[StageLimit], rule: _Rule, *, overlap_sends: bool
 ) -> tuple[PassOrder, ...]:
     """Return the order of passes of every stage in which each stage takes the next pass by the rule."""
-    count, num_stages, num_parts = pipeline.num_microbatches, pipeline.num_stages, table.num_parts
+    count, num_parts = pipeline.num_microbatches, table.num_parts
     stages = []
     for place, limit in enumerate(limits):
-        order = pipeline.passes(place)
-        codes = ((order.phase * num_parts + order.chunk * num_stages + place) * count + order.microbatch).tolist()
+        order, own = pipeline.passes(place), np.array(pipeline.parts_of(place))
+        codes = ((order.phase * num_parts + own[order.chunk]) * count + order.microbatch).tolist()
         of_phase = [[code for code in codes if code // count // num_parts == phase] for phase in Phase]
-        weight_s = max(table.duration_s[Phase.WEIGHT * num_parts + place : (Phase.WEIGHT + 1) * num_parts : num_stages])
+        weight_s = max(table.duration_s[Phase.WEIGHT * num_parts + part] for part in pipeline.parts_of(place))
         stages.append(_Stage(of_phase[Phase.FORWARD], of_phase[Phase.BACKWARD], limit, weight_s))
     _play_by_rule(stages, table, count, rule, overlap_sends=overlap_sends)
-    return tuple(_order_of(stage.codes, count, num_parts, num_stages) for stage in stages)
+    return tuple(_order_of(stage.codes, pipeline) for stage in stages)
 
 
 def _play_by_rule(stages: Sequence[_Stage], table: PassTable, count: int, rule: _Rule, *, overlap_sends: bool) -> None:
@@ -199,10 +200,10 @@ def _play_by_rule(stages: Sequence[_Stage], table: PassTable, count: int, rule: 
     assert all(stage.done[Phase.WEIGHT] == len(stage.backwards) for stage in stages), "the limits leave no order"
 
 
-def _order_of(codes: Sequence[int], count: int, num_parts: int, num_stages: int) -> PassOrder:
-    group, microbatch = np.divmod(np.array(codes), count)
-    phase, part = np.divmod(group, num_parts)
-    return PassOrder(phase=phase, chunk=part // num_stages, microbatch=microbatch)
+def _order_of(codes: Sequence[int], pipeline: PipelineConfig) -> PassOrder:
+    group, microbatch = np.divmod(np.array(codes), pipeline.num_microbatches)
+    phase, part = np.divmod(group, pipeline.num_parts)
+    return PassOrder(phase=phase, chunk=part // pipeline.num_stages, microbatch=microbatch)
 
 
 def order_bound_s(
@@ -211,7 +212,7 @@ def order_bound_s(
     """Lower bound in seconds of the step time over all orders of split passes within the limits, if there are any."""
     endless = StageLimit(in_flight=pipeline.num_passes, waiting=pipeline.num_passes)
     limits = limits or [endless] * pipeline.num_stages
-    table, count, num_stages = pass_table(parts, pipeline), pipeline.num_microbatches, pipeline.num_stages
+    table, count = pass_table(parts, pipeline), pipeline.num_microbatches
     forward, backward, weight, once = np.reshape(table.duration_s, (-1, len(parts)))
     sent, returned, *_ = np.reshape(table.transfer_s, (-1, len(parts)))
     before = np.cumsum(forward + sent) - (forward + sent)
@@ -222,13 +223,15 @@ def order_bound_s(
     """Seconds for which a microbatch takes a place of a part."""
     bound_s = 0.0
     for stage, limit in enumerate(limits):
-        own, last = slice(stage, None, num_stages), len(parts) - num_stages + stage
+        own = list(pipeline.parts_of(stage))
         forward_s, backward_s, weight_s = (float(each[own].sum()) * count for each in (forward, backward, weight))
         once_s, late_s = float(once[own].sum()), min(weight_s, (1 + limit.waiting) * float(weight[own].max()))
-        begins_s = max(float(before[stage]), whole + float(after[last]) - limit.in_flight * float(forward[own].max()))
+        begins_s = max(
+            float(before[stage]), whole + float(after[own[-1]]) - limit.in_flight * float(forward[own].max())
+        )
         ends_s = float(returned[: stage + 1].sum() + backward[:stage].sum())
         if stage:
-            ends_s += float(weight[0] + once[::num_stages].sum())
+            ends_s += float(weight[0] + once[list(pipeline.parts_of(0))].sum())
         in_work_s = begins_s + forward_s + backward_s + max(weight_s - late_s + ends_s, weight_s + once_s)
         in_places_s = before[stage] + ends_s + count * float(held[own].sum()) / limit.in_flight
         bound_s = max(bound_s, in_work_s, in_places_s)

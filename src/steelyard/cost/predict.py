@@ -78,7 +78,7 @@ def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) 
     on_host = predict_host(plan, job)
     stages = [
         StagePrediction(
-            time_s=_time_terms(parts[stage :: plan.num_stages], config, timeline, stage),
+            time_s=_time_terms([parts[part] for part in config.pipeline.parts_of(stage)], config, timeline, stage),
             memory_bytes=memories[stage],
             host_bytes=on_host[stage],
         )
@@ -186,7 +186,8 @@ def _configs(plan: Plan, job: Job) -> tuple[JobConfig, ...]:
 
 def _layer_configs(plan: Plan, configs: Sequence[JobConfig]) -> list[JobConfig]:
     """Return the configuration of each layer, which is that of its stage."""
-    return [configs[index % plan.num_stages] for index, part in enumerate(plan.parts) for _ in part.layers]
+    pipeline = plan.pipeline
+    return [configs[pipeline.stage_of(index)] for index, part in enumerate(plan.parts) for _ in part.layers]
 
 
 def _utilisation(configs: Sequence[JobConfig], flop_per_s: float | None) -> float | None:
@@ -242,7 +243,7 @@ def _part_costs(plan: Plan, stage_configs: Sequence[JobConfig], slowed: Mapping[
     costs = _layer_costs(plan, configs)
     parts = []
     for index, part in enumerate(plan.parts):
-        layers, factor = part.layers, slowed.get(index % plan.num_stages, 1.0)
+        layers, factor = part.layers, slowed.get(plan.pipeline.stage_of(index), 1.0)
         entering = configs[0].job.chain.flow(part.first_layer - 1) if index else ()
         gives_back = any(each.needs_gradient for each in entering)
         received_s = _received_s(plan, index, layers[0], configs) / (1 if gives_back else 2) if index else 0.0
@@ -275,7 +276,8 @@ def _received_s(plan: Plan, index: int, first: int, configs: Sequence[JobConfig]
     before, config = configs[first - 1], configs[first]
     if before is not config:
         return border_s(before, config)
-    stages_apart = 1 if index % plan.num_stages else plan.num_stages - 1
+    if not (stages_apart := plan.pipeline.stages_apart(index - 1, index)):
+        return 0.0
     copies = plan.strategies[first].hidden.copies if config.job.execution.transfer == "whole" else 1
     return copies * transfer_s(config, stages_apart)
 

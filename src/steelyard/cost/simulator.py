@@ -194,19 +194,18 @@ def simulate(
 ) -> Timeline:
     """Simulate one step.
 
-    ``parts``: times of the parts of the model in the order of the layers; part k lies on stage k mod P. Without
-    ``overlap_sends`` a stage waits until its result is sent. ``speeds``: speeds of stages that share processor cores,
-    see `steelyard.cost.shared_cores`; empty if they do not. Raises `InvalidPlanError` if the schedule cannot run the
-    number of microbatches.
+    ``parts``: times of the parts of the model in the order of the layers. Without ``overlap_sends`` a stage waits until
+    its result is sent. ``speeds``: speeds of stages that share processor cores, see `steelyard.cost.shared_cores`;
+    empty if they do not. Raises `InvalidPlanError` if the schedule cannot run the number of microbatches.
     """
     num_stages, num_microbatches = pipeline.num_stages, pipeline.num_microbatches
     assert len(parts) == pipeline.num_parts, "one entry for each part of the model"
     table = pass_table(parts, pipeline)
     runs = []
     for stage in range(num_stages):
-        order = pipeline.passes(stage)
-        group = order.phase * pipeline.num_parts + order.chunk * num_stages + stage
-        once = np.arange(_ONCE * pipeline.num_parts + stage, len(table.duration_s), num_stages) * num_microbatches
+        order, own = pipeline.passes(stage), np.array(pipeline.parts_of(stage))
+        group = order.phase * pipeline.num_parts + own[order.chunk]
+        once = (_ONCE * pipeline.num_parts + own) * num_microbatches
         runs.append(StageRun(codes=[*(group * num_microbatches + order.microbatch).tolist(), *once.tolist()]))
     if speeds:
         play_on_shared_cores(runs, table, num_microbatches, speeds)
@@ -218,12 +217,13 @@ def simulate(
 def pass_table(parts: Sequence[StageTimes], pipeline: PipelineConfig) -> PassTable:
     """Return durations and transfers of all passes of a pipeline whose parts have these times."""
     count, num_stages = len(parts), pipeline.num_stages
+    stage_of = [pipeline.stage_of(part) for part in range(count)]
     consumer = [*range(1, count), 2 * count - 1, -1, *range(count, 2 * count - 1), *[-1] * (2 * count)]
     if pipeline.schedule.splits_backward:
         parts = [replace(part, backward_s=part.backward_s - part.weight_s) for part in parts]
     receiver, transfer_s = [], []
     for group, target in enumerate(consumer):
-        sender, receiving = group % count % num_stages, target % count % num_stages
+        sender, receiving = stage_of[group % count], stage_of[target % count]
         is_sent = target >= 0 and sender != receiving
         receiver.append(receiving)
         later = parts[max(group % count, target % count)]
@@ -235,7 +235,7 @@ def pass_table(parts: Sequence[StageTimes], pipeline: PipelineConfig) -> PassTab
         consumer=consumer,
         receiver=receiver,
         transfer_s=transfer_s,
-        link=[group % count % num_stages * num_stages + stage for group, stage in enumerate(receiver)],
+        link=[stage_of[group % count] * num_stages + stage for group, stage in enumerate(receiver)],
     )
 
 

@@ -249,8 +249,11 @@ class Plan(PlanPart):
 
     @property
     def parts(self) -> tuple[StagePart, ...]:
-        """Parts of the pipeline in layer order: with P stages, part k lies on stage k mod P."""
-        return tuple(part for chunk in zip(*(stage.parts for stage in self.stages), strict=True) for part in chunk)
+        """Parts of the pipeline in layer order, as `PipelineConfig.stage_of` places them."""
+        pipeline, on_stages = self.pipeline, [stage.parts for stage in self.stages]
+        return tuple(
+            on_stages[pipeline.stage_of(index)][index // pipeline.num_stages] for index in range(pipeline.num_parts)
+        )
 
     @property
     def num_groups(self) -> int:
@@ -365,7 +368,7 @@ def _check_chunks(plan: Plan, index: int, stage: StagePlan, *, takes_chunks: boo
 
 def _place(plan: Plan, index: int) -> str:
     """Return the location in the file of the runs of a part."""
-    chunk, stage = divmod(index, plan.num_stages)
+    chunk, stage = index // plan.num_stages, plan.pipeline.stage_of(index)
     return f"stages[{stage}].chunks[{chunk}]" if plan.num_chunks > 1 else f"stages[{stage}].runs"
 
 
@@ -529,5 +532,5 @@ def accumulation(plan: Plan) -> str:
 
 def part_name(plan: Plan, index: int) -> str:
     """Return the stage number of a part of the pipeline and, if interleaved, its chunk."""
-    chunk, stage = divmod(index, plan.num_stages)
+    chunk, stage = index // plan.num_stages, plan.pipeline.stage_of(index)
     return str(stage) if plan.num_chunks == 1 else f"{stage}, chunk {chunk}"

@@ -160,7 +160,7 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
             is_whole = not is_block and chain.vocab_size % settings.tp
             strategies.append(own.with_whole_tensors() if is_whole else own)
             seen += is_block
-        stage = index % settings.pp
+        stage = pipeline.stage_of(index)
         ranks = (stage * size, stage * size + size - 1)
         parts.append(StagePart(ranks=ranks, runs=fold_runs(first, tuple(strategies))))
         first = end

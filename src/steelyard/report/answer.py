@@ -96,7 +96,7 @@ def stage_texts(plan: Plan) -> Iterator[str]:
     pools = [pool.name for pool in plan.stage_pools()] if plan.is_mixed else [""] * plan.num_stages
     contents = []
     for stage, pool in enumerate(pools):
-        layers = [layer for part in plan.parts[stage :: plan.num_stages] for layer in part.layers]
+        layers = [layer for part in plan.stages[stage].parts for layer in part.layers]
         roles = [chain.type_of(layer).role for layer in layers]
         words = ["embedding"] * (LayerRole.EMBEDDING in roles)
         words += [format_plural(roles.count(LayerRole.BLOCK), "block")] * (LayerRole.BLOCK in roles)

@@ -90,7 +90,7 @@ def layer_table(first: Plan, second: Plan, names: tuple[str, str]) -> Renderable
 
 def _layers(plan: Plan) -> list[str]:
     return [
-        f"stage {index % plan.num_stages}: {strategy}"
+        f"stage {plan.pipeline.stage_of(index)}: {strategy}"
         for index, part in enumerate(plan.parts)
         for strategy in part.strategies
     ]

@@ -62,7 +62,7 @@ def trace_events(
             for each in without_hidden(ordered, hidden):
                 events.append(_complete(each, stage))
                 if layers and each.category in _DIRECTIONS and each.microbatch in (0, plan.num_microbatches - 1):
-                    part = plan.parts[(each.chunk or 0) * plan.num_stages + stage]
+                    part = plan.stages[stage].parts[each.chunk or 0]
                     inside = _layer_slices(each, [layers[layer] for layer in part.layers])
                     events += (_complete(one, stage) for one in inside)
     return {

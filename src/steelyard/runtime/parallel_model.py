@@ -96,9 +96,9 @@ class ParallelModel:
         return {name: layer for chunk in self.chunks for name, layer in chunk.layers.items()}
 
     @property
-    def is_last_stage(self) -> bool:
+    def has_last_part(self) -> bool:
         """Whether this rank reads labels and computes a share of the loss."""
-        return self.mesh.stage_index == self.plan.num_stages - 1
+        return self.mesh.stage_index == self.plan.pipeline.stage_of_last
 
     def input_samples(self) -> list[int] | None:
         """Return the samples of the global batch whose tokens this rank reads, in order; None if it reads none."""
@@ -106,7 +106,7 @@ class ParallelModel:
 
     def label_samples(self) -> list[int] | None:
         """Return the samples of the global batch whose labels this rank reads, in order; None if it reads none."""
-        return self._samples(self.plan.strategies[-1]) if self.is_last_stage else None
+        return self._samples(self.plan.strategies[-1]) if self.has_last_part else None
 
     @property
     def router_coefficient(self) -> float:
@@ -234,7 +234,7 @@ class ParallelModel:
             chunk.begin_step(self.plan.num_microbatches, (self._seed, self.num_steps))
         # do not change the random generators of the user's own loop
         devices = [self.device] if self.device.type == "cuda" else []
-        is_divided = self.is_last_stage and self.plan.strategies[-1].tensor_degree > 1  # the vocabulary
+        is_divided = self.has_last_part and self.plan.strategies[-1].tensor_degree > 1  # the vocabulary
         forked = torch.random.fork_rng(devices) if self._has_dropout else nullcontext()
         with loss_parallel() if is_divided else nullcontext(), forked:
             return self._step_microbatches(tokens_BS, {k: each for k, each in targets.items() if each is not None})
@@ -391,8 +391,8 @@ class ParallelModel:
     def _pipeline_step(self) -> Callable[[Tensor | None, dict[str, Tensor]], list[Tensor]]:
         plan = self.plan
         parts = [
-            self._pipeline_part(chunk, number * plan.num_stages + self.mesh.stage_index)
-            for number, chunk in enumerate(self.chunks)
+            self._pipeline_part(chunk, index)
+            for chunk, index in zip(self.chunks, plan.pipeline.parts_of(self.mesh.stage_index), strict=True)
         ]
         chosen = plan.pipeline.schedule
         schedule = getattr(schedules, chosen.torch_name)(
@@ -402,7 +402,7 @@ class ParallelModel:
             scale_grads=False,
         )
         if chosen.orders_by_time:
-            rows = with_transfers([plan.pipeline.passes(stage) for stage in range(plan.num_stages)])
+            rows = with_transfers(plan.pipeline)
             with NamedTemporaryFile("w", suffix=".csv") as file:
                 file.writelines(",".join(row) + "\n" for row in rows)
                 file.flush()

@@ -362,7 +362,7 @@ def build_chunks(
     check_frozen(model, chain)
     return tuple(
         _build_chunk(model, plan, index, chain, mesh, seed=seed, device=device)
-        for index in range(mesh.stage_index, len(plan.parts), plan.num_stages)
+        for index in plan.pipeline.parts_of(mesh.stage_index)
     )
 
 

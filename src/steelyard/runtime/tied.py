@@ -88,7 +88,9 @@ def find_shared_gradients(plan: Plan, chain: ModelChain, layers: Mapping[str, nn
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     found = []
     for shared in chain.summed:
-        stage_of = {layer: index % plan.num_stages for index, part in enumerate(plan.parts) for layer in part.layers}
+        stage_of = {
+            layer: index for index, stage in enumerate(plan.stages) for part in stage.parts for layer in part.layers
+        }
         stages = tuple(sorted({stage_of[layer] for layer, _ in shared.copies}))
         if len(stages) > 1 and stages not in groups:
             groups[stages] = _group_across(plan, stages)

@@ -21,12 +21,10 @@ _PHASES = {letter: phase for phase, letter in _LETTERS.items()}
 _ENTRY = re.compile(r"(\d{1,6})([FIW]|SEND_[FB]|RECV_[FB])(\d{1,6})")
 
 
-def write_row(order: PassOrder, stage: int, num_stages: int) -> str:
-    """Return the row of the passes of a stage, whose weight gradients are computed in separate passes."""
+def write_row(order: PassOrder, parts: Sequence[int]) -> str:
+    """Return the row of the passes of a stage that has these parts, with weight gradients in separate passes."""
     passes = zip(order.chunk.tolist(), order.phase.tolist(), order.microbatch.tolist(), strict=True)
-    return ",".join(
-        f"{chunk * num_stages + stage}{_LETTERS[Phase(phase)]}{microbatch}" for chunk, phase, microbatch in passes
-    )
+    return ",".join(f"{parts[chunk]}{_LETTERS[Phase(phase)]}{microbatch}" for chunk, phase, microbatch in passes)
 
 
 @lru_cache(maxsize=256)
@@ -47,13 +45,15 @@ def _parsed(entry: str) -> tuple[int, str, int]:
     return int(found[1]), found[2], int(found[3])
 
 
-def with_transfers(orders: Sequence[PassOrder]) -> tuple[list[str], ...]:
+def with_transfers(pipeline: PipelineConfig) -> tuple[list[str], ...]:
     """Return the entries of each stage's row with the transfers between stages.
 
     The passes are taken in rounds, one of every stage whose input was sent. A pass is followed by its send, and the
-    receive follows the latest pass of the receiver. Raises `InvalidPlanError` if the orders wait for each other.
+    receive follows the latest pass of the receiver. A stage sends nothing to itself. Raises `InvalidPlanError` if the
+    orders wait for each other.
     """
-    num_stages, num_parts = len(orders), len(orders) * (1 + max(int(each.chunk.max()) for each in orders))
+    orders = [pipeline.passes(stage) for stage in range(pipeline.num_stages)]
+    parts, num_parts = [pipeline.parts_of(stage) for stage in range(len(orders))], pipeline.num_parts
     rows: tuple[list[str], ...] = tuple([] for _ in orders)
     ahead = [zip(each.phase.tolist(), each.chunk.tolist(), each.microbatch.tolist(), strict=True) for each in orders]
     todo = [next(each, None) for each in ahead]
@@ -64,15 +64,16 @@ def with_transfers(orders: Sequence[PassOrder]) -> tuple[list[str], ...]:
             if taken is None:
                 continue
             phase, chunk, microbatch = taken
-            part = chunk * num_stages + stage
+            part = parts[stage][chunk]
             source, target = (part - 1, part + 1) if phase == Phase.FORWARD else (part + 1, part - 1)
             if phase != Phase.WEIGHT and 0 <= source < num_parts and (phase, part, microbatch) not in sent:
                 continue
             rows[stage].append(f"{part}{_LETTERS[Phase(phase)]}{microbatch}")
             if phase != Phase.WEIGHT and 0 <= target < num_parts:
-                kind = "F" if phase == Phase.FORWARD else "B"
-                rows[stage].append(f"{part}SEND_{kind}{microbatch}")
-                rows[target % num_stages].append(f"{target}RECV_{kind}{microbatch}")
+                kind, receiver = "F" if phase == Phase.FORWARD else "B", pipeline.stage_of(target)
+                if receiver != stage:
+                    rows[stage].append(f"{part}SEND_{kind}{microbatch}")
+                    rows[receiver].append(f"{target}RECV_{kind}{microbatch}")
                 sent.add((phase, target, microbatch))
             todo[stage], is_stuck = next(ahead[stage], None), False
         if is_stuck:
@@ -106,8 +107,9 @@ def check_rows(pipeline: PipelineConfig) -> None:
     orders = [read_row(row, num_stages) for row in rows]
     for stage, (row, order) in enumerate(zip(rows, orders, strict=True)):
         done: dict[int, set[tuple[int, int]]] = {phase: set() for phase in Phase}
-        if write_row(order, stage, num_stages) != row:
-            raise _refusal(f"a part of another stage in row {stage}", "parts p with p mod the number of stages the row")
+        parts = pipeline.parts_of(stage)
+        if write_row(order, parts) != row:
+            raise _refusal(f"a part of another stage in row {stage}", f"parts {', '.join(map(str, parts))}")
         for phase, *place in zip(order.phase.tolist(), order.chunk.tolist(), order.microbatch.tolist(), strict=True):
             if (phase and tuple(place) not in done[phase - 1]) or tuple(place) in done[phase]:
                 raise _refusal(
@@ -120,7 +122,7 @@ def check_rows(pipeline: PipelineConfig) -> None:
                 f"row {stage} without some passes, or with more",
                 f"three passes for each of {num_microbatches} microbatches and {num_chunks} chunks",
             )
-    with_transfers(orders)
+    with_transfers(pipeline)
 
 
 def _refusal(found: str, expected: str) -> InvalidPlanError:

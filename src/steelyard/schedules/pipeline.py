@@ -1,7 +1,8 @@
 """Pipeline configurations, schedules, and the passes that a schedule gives to each stage.
 
-A stage is a group of ranks. Its layers are divided into one or more chunks: with $P$ stages, chunk $c$ of stage $i$ is
-part $cP + i$ of the model. A pass runs one microbatch forward or backward through one chunk. A schedule that splits
+A stage is a group of ranks. Its layers are divided into one or more chunks: with $P$ stages, chunk $c$ of the stages
+has the parts $cP$ to $cP + P - 1$ of the model. Part $cP + i$ lies on stage $i$ unless the schedule places it elsewhere
+(`Schedule.stage_of`). A pass runs one microbatch forward or backward through one chunk. A schedule that splits
 backward passes computes the weight gradients of linear layers in separate weight passes, at any time after the backward
 pass. Other stages wait only for the backward pass.
 
@@ -98,6 +99,14 @@ class Schedule(ABC):
     def passes(self, pipeline: "PipelineConfig", stage: int) -> PassOrder:
         """Return the passes of a stage in execution order. Raises `InvalidPlanError` if there is none."""
 
+    def stage_of(self, pipeline: "PipelineConfig", part: int) -> int:
+        """Return the stage of a part of the model: by default every chunk runs from the first stage to the last."""
+        return part % pipeline.num_stages
+
+    def parts_of(self, pipeline: "PipelineConfig", stage: int) -> tuple[int, ...]:
+        """Return the parts of the model on a stage by chunk, the inverse of `stage_of`."""
+        return tuple(range(stage, pipeline.num_parts, pipeline.num_stages))
+
     @property
     def takes_chunks(self) -> bool:
         """Whether a stage holds two or more chunks of the model instead of one."""
@@ -190,6 +199,23 @@ class PipelineConfig:
         refusal = self.schedule.refusal(self)
         if refusal is not None:
             raise refusal
+
+    def stage_of(self, part: int) -> int:
+        """Return the stage of a part of the model, both counted from 0."""
+        return self.schedule.stage_of(self, part)
+
+    def parts_of(self, stage: int) -> tuple[int, ...]:
+        """Return the parts of the model on a stage by chunk."""
+        return self.schedule.parts_of(self, stage)
+
+    def stages_apart(self, part: int, other: int) -> int:
+        """Number of stages between two parts of the model: 0 on one stage, 1 on neighbouring stages."""
+        return abs(self.stage_of(part) - self.stage_of(other))
+
+    @property
+    def stage_of_last(self) -> int:
+        """Stage of the last part of the model, which has the head."""
+        return self.stage_of(self.num_parts - 1)
 
     def passes(self, stage: int) -> PassOrder:
         """Return the passes of a stage, counted from 0, in execution order."""

@@ -59,4 +59,4 @@ def _refusal_of(pipeline: PipelineConfig) -> InvalidPlanError | None:
 
 @lru_cache(maxsize=64)
 def _received_ahead(pipeline: PipelineConfig) -> tuple[tuple[int, int], ...]:
-    return tuple(map(received_ahead, with_transfers(list(map(pipeline.passes, range(pipeline.num_stages))))))
+    return tuple(map(received_ahead, with_transfers(pipeline)))
