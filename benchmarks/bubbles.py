@@ -38,8 +38,11 @@ CASES = [
         ("interleaved-1f1b", 2),
         ("interleaved-zero-bubble", 2),
         ("zero-bubble-auto", 2),
+        ("zb-v", 2),
+        ("dualpipe-v", 2),
     )
     for count in (4, 8)
+    if schedule != "dualpipe-v" or count >= 2 * PROCESSES
 ]
 
 

@@ -260,7 +260,7 @@ def plan(of: Job, *stages: str, num_microbatches: int, schedule: str = "1f1b", n
     parts, first_layer = [], 0
     for index, stage in enumerate(stages):
         strategies = tuple(parse_strategy(text.strip()) for text in stage.split(","))
-        first_rank = index % num_stages * size
+        first_rank = pipeline(num_stages, num_microbatches, schedule, num_chunks).stage_of(index) * size
         ranks = (first_rank, first_rank + size - 1)
         parts.append(StagePart(ranks=ranks, runs=fold_runs(first_layer, strategies)))
         first_layer += len(strategies)

@@ -1,5 +1,6 @@
 """Tests that folded tables give the cost of the plan that they unfold to."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from steelyard.planning.choose import plan_job
 from steelyard.planning.price import bare_plan
 from steelyard.planning.request import make_request
 from steelyard.planning.settings import Settings, price_settings
-from steelyard.schedules import names_of
+from steelyard.schedules import SCHEDULES, names_of
 from steelyard.search import search
 from tests.cost.examples import CONFIG, job, simulated
 from tests.schedules.examples import pipeline
@@ -121,6 +122,8 @@ def interleaved_outcomes(schedule="interleaved-1f1b"):
         parse_strategy(text) for text in ("dp4", "dp2", "fsdp2", "tp2+sp", "fsdp2 remat=full", "fsdp4", "tp4")
     )
     for stages, microbatches, chunks in ((2, 4, 2), (2, 8, 4), (4, 8, 2)):
+        if chunks not in SCHEDULES[schedule].chunk_counts:
+            continue
         config = JobConfig(job=of, pipeline=pipeline(stages, microbatches, schedule, chunks))
         fitting = tuple(strategy for strategy in strategies if strategy.num_devices == 8 // stages)
         yield of, search([build_tables(config, fitting)], usable_bytes(of))
@@ -139,12 +142,46 @@ def test_a_folded_solution_becomes_a_legal_plan_that_takes_no_more_memory_than_t
         assert most <= found.best.solution.peak_bytes
 
 
-@pytest.mark.parametrize(("schedule", "rel"), [("interleaved-1f1b", 0.15), ("interleaved-zero-bubble", 0.2)])
+@pytest.mark.parametrize(
+    ("schedule", "rel"),
+    [("interleaved-1f1b", 0.15), ("interleaved-zero-bubble", 0.2), ("zb-v", 0.2), ("dualpipe-v", 0.2)],
+)
 def test_the_step_of_the_tables_is_near_the_simulated_one(schedule, rel):
     """Tables of schedules with weight passes use the smallest bubble of any strategy."""
     for of, found in interleaved_outcomes(schedule):
         plan = bare_plan(of, found.best.tables, found.best.solution)
         assert predict(plan, of).timeline.step_time_s == pytest.approx(found.best.solution.step_s, rel=rel)
+
+
+def test_the_parts_of_a_v_mirror_each_other():
+    for cuts in itertools.combinations(range(3, 8), 2):  # 5 blocks in each half, the ends before them
+        boundaries = (0, *cuts, 7) if cuts[-1] < 7 else None
+        if boundaries is None:
+            continue
+        parts = list(unfold_parts(boundaries, 2, 12, is_v=True))
+        assert [stage for stage, _, _ in parts] == [0, 1, 2, 2, 1, 0]
+        assert [first for _, first, _ in parts] == [0, *(end for _, _, end in parts[:-1])]
+        assert parts[-1][2] == 12
+        assert all(first < end for _, first, end in parts)
+        assert [end - first for _, first, end in parts] == [end - first for _, first, end in parts[::-1]]
+    folded_layers = ("first", "last", "a", "b")
+    assert unfold_layers(folded_layers, 2, 6, is_v=True) == ("first", "a", "b", "b", "a", "last")
+
+
+def test_blocks_of_a_v_are_the_same_in_both_directions():
+    options = {"num_stages": 2, "num_chunks": 2, "is_v": True}
+    assert why_not_folded((0, 1, 2, 2, 1, 3), **options) is None
+    for layers in ((0, 1, 2, 1, 2, 3), (0, 1, 1, 1, 1, 1, 3)):
+        assert "do not divide" in (found := why_not_folded(layers, **options)) or "differ" in found
+
+
+def test_a_v_has_both_ends_and_a_block_on_its_first_stage():
+    of = job(num_hidden_layers=8)
+    config = JobConfig(job=of, pipeline=pipeline(4, 8, "zb-v", 2))
+    tables = build_tables(config, (parse_strategy("dp2"),))
+    assert [tables.least_layers(stage) for stage in range(4)] == [3, 1, 1, 1]
+    assert (tables.least_layers_before(4), tables.least_layers_behind(0)) == (6, 3)
+    assert [tables.layer_types[each] for each in tables.layers[:2]] == ["embedding", "head"]
 
 
 def test_only_one_schedule_has_chunks():

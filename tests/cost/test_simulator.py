@@ -197,6 +197,23 @@ def test_weight_passes_leave_a_bubble_of_a_pass_without_two_of_them_per_stage(
     assert found.step_time_s == pytest.approx(3.0 * num_microbatches * num_chunks + bubble_s)
 
 
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 8])
+def test_in_a_v_of_equal_passes_stages_idle_only_while_the_first_chunk_fills(schedule: str, num_stages: int) -> None:
+    parts = [StageTimes(forward_s=1.0, backward_s=2.0, weight_s=1.0)] * (2 * num_stages)
+    for num_microbatches in (2 * num_stages, 3 * num_stages + 1):
+        found = simulated(parts, num_microbatches, schedule, num_chunks=2)
+        assert found.step_time_s == pytest.approx(6.0 * num_microbatches + num_stages - 1)
+
+
+def test_the_last_stage_of_a_v_sends_nothing_to_itself() -> None:
+    parts = [StageTimes(forward_s=1.0, backward_s=2.0, weight_s=1.0, transfer_s=0.25)] * 6
+    found = simulated(parts, 6, "zb-v", num_chunks=2)
+    sent = {(each.stage, each.receiver) for sends in found.sends for each in sends}
+    assert sent == {(0, 1), (1, 2), (2, 1), (1, 0)}
+    assert {stage: len(sends) for stage, sends in enumerate(found.sends)} == {0: 12, 1: 24, 2: 12}
+
+
 def test_weight_passes_do_their_part_of_the_work_behind_their_backward_passes() -> None:
     parts = [StageTimes(forward_s=1.0, backward_s=2.0, weight_s=0.75)] * 6
     for events in simulated(parts, 6, "interleaved-zero-bubble", num_chunks=2).stages:

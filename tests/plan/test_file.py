@@ -219,9 +219,9 @@ def test_a_missing_key_is_named(path, place):
         (
             ["schedule"],
             "1f2b",
-            r"schedule: found '1f2b'\n.*'interleaved-zero-bubble' or 'zero-bubble-auto'\n.*mean 1f1b",
+            r"schedule: found '1f2b'\n.*'zb-v' or 'dualpipe-v'\n.*mean 1f1b",
         ),
-        (["schedule"], 1, r"schedule: found 1\n.*'interleaved-zero-bubble' or 'zero-bubble-auto'"),
+        (["schedule"], 1, r"schedule: found 1\n.*'zb-v' or 'dualpipe-v'"),
         (["cluster"], 4, r"cluster: found 4\n.*a valid string"),
         (["model"], "tiny", r"model: found 'tiny'\n.*an object"),
         (["model", "name"], 3, r"model\.name: found 3\n.*a valid string"),

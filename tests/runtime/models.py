@@ -8,6 +8,7 @@ from steelyard.model.own import Split
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
+from tests.schedules.examples import pipeline
 
 _SIZES = {
     "hidden_size": 64,
@@ -119,14 +120,14 @@ def make_plan(
 ) -> Plan:
     """A plan whose stages are given as strategies separated by commas, one per layer; all alike without ``sizes``.
 
-    Interleaved, they are the parts of the pipeline: chunk 0 of every stage, then chunk 1, and so on.
+    With chunks, they are the parts of the pipeline in the order of the layers.
     """
     num_stages = len(stages) // num_chunks
     sizes = sizes or (num_devices // num_stages,) * num_stages
     parts, first_layer = [], 0
     for index, stage in enumerate(stages):
         strategies = tuple(parse_strategy(text.strip()) for text in stage.split(","))
-        place = index % num_stages
+        place = pipeline(num_stages, num_microbatches, schedule, num_chunks).stage_of(index)
         ranks = (sum(sizes[:place]), sum(sizes[: place + 1]) - 1)
         parts.append(StagePart(ranks=ranks, runs=fold_runs(first_layer, strategies)))
         first_layer += len(strategies)

@@ -63,6 +63,19 @@ CASES: dict[str, Case] = {
         num_devices=8,
         num_microbatches=8,
     ),
+    "zb-v: every mode": _case("llama", *_EVERY_MODE, schedule="zb-v"),
+    "zb-v: four stages, few microbatches": _case("llama", *["single"] * 8, num_microbatches=3, schedule="zb-v"),
+    "zb-v: tied on one stage": _case("gemma", "fsdp2", "dp2", "tp2", "dp2", schedule="zb-v"),
+    "zb-v: experts, sharded": _case("mixtral", "fsdp2 zero1", "fsdp2 zero2", "dp2", "fsdp2", schedule="zb-v"),
+    "dualpipe-v: every mode": _case("llama", *_EVERY_MODE, num_microbatches=5, schedule="dualpipe-v"),
+    "dualpipe-v: four stages": _case("llama", *["single"] * 8, num_microbatches=8, schedule="dualpipe-v"),
+    "zb-v: four stages of two ranks": _case(
+        "llama",
+        *("dp2", "tp2+sp", "fsdp2 zero2", "fsdp2 zero1", "fsdp2 remat=full", "tp2 remat=selective", "dp2", "tp2"),
+        num_devices=8,
+        num_microbatches=8,
+        schedule="zb-v",
+    ),
     "stages of four ranks, hybrid": _case(
         "llama",
         "dp2-fsdp2, tp2-fsdp2+sp",
@@ -72,5 +85,5 @@ CASES: dict[str, Case] = {
         num_devices=8,
     ),
 }
-NIGHTLY = {"four stages of two ranks", "stages of four ranks, hybrid"}
+NIGHTLY = {"four stages of two ranks", "zb-v: four stages of two ranks", "stages of four ranks, hybrid"}
 """Cases on 8 processes."""

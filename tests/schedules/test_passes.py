@@ -1,22 +1,27 @@
 """Tests of the order of passes on every stage against `torch.distributed.pipelining`."""
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import (
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 from steelyard.errors import InvalidPlanError
-from steelyard.schedules import SCHEDULES
+from steelyard.schedules import SCHEDULES, Phase
 from steelyard.schedules.interleaved import microbatches_per_round
 from tests.schedules.examples import pipeline
 
@@ -33,14 +38,16 @@ OF_TORCH = {
     "interleaved-zero-bubble": (ScheduleInterleavedZeroBubble, "FI"),
 }
 """The classes of schedules with chunks, and the passes that receive."""
+IN_A_V = {"zb-v": ScheduleZBVZeroBubble, "dualpipe-v": ScheduleDualPipeV}
 
 
 def ours(stage: int, num_stages: int, num_microbatches: int, schedule: str, num_chunks: int = 1) -> Passes:
     """Passes as kind, part of the model and microbatch."""
-    order = pipeline(num_stages, num_microbatches, schedule, num_chunks).passes(stage)
+    where = pipeline(num_stages, num_microbatches, schedule, num_chunks)
+    order, parts = where.passes(stage), where.parts_of(stage)
     passes = zip(order.phase.tolist(), order.chunk.tolist(), order.microbatch.tolist(), strict=True)
     words = "FIW" if SCHEDULES[schedule].splits_backward else "FB"
-    return [(words[phase], chunk * num_stages + stage, microbatch) for phase, chunk, microbatch in passes]
+    return [(words[phase], parts[chunk], microbatch) for phase, chunk, microbatch in passes]
 
 
 class RecordingStage:
@@ -136,6 +143,79 @@ def test_no_more_is_received_ahead_than_the_schedule_says(
                     assert len(received) <= most
 
 
+def played_in_a_v(schedule: str, num_stages: int, num_microbatches: int) -> Any:
+    """Torch's schedule, or None if ours and torch's refuse the number of microbatches."""
+    where = pipeline(num_stages, num_microbatches, schedule, 2)
+    try:
+        played = IN_A_V[schedule](_parts(num_stages, 2), num_microbatches)
+    except ValueError:
+        with pytest.raises(InvalidPlanError, match="num_microbatches"):
+            where.passes(0)
+        return None
+    assert [where.stage_of(part) for part in range(2 * num_stages)] == [
+        played.stage_index_to_group_rank[part] for part in range(2 * num_stages)
+    ]
+    return played
+
+
+def alone(actions: Iterable[Any]) -> Iterator[tuple[str, int, int]]:
+    """Each action of a rank of torch's schedule: the two of a pair, and I and W of a whole backward pass."""
+    for action in actions:
+        if action is not None and action.sub_actions:
+            yield from alone(action.sub_actions)
+        elif action is not None:
+            kinds = {"B": "IW"}.get(action.computation_type.value, [action.computation_type.value])
+            yield from ((kind, action.stage_index, action.microbatch_index) for kind in kinds)
+
+
+MOST_IN_A_V = [(num_stages, m) for num_stages in (2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 6, 7, 8, 9, 10, 16, 17, 31)]
+
+
+@pytest.mark.parametrize("schedule", IN_A_V)
+def test_passes_in_a_v_are_in_the_order_that_torch_plans_or_both_refuse(schedule: str) -> None:
+    for num_stages, num_microbatches in MOST_IN_A_V:
+        played = played_in_a_v(schedule, num_stages, num_microbatches)
+        for stage, actions in (played.pipeline_order if played else {}).items():
+            assert ours(stage, num_stages, num_microbatches, schedule, 2) == list(alone(actions))
+
+
+@pytest.mark.parametrize("schedule", IN_A_V)
+def test_no_more_is_received_ahead_in_a_v_than_the_schedule_says(schedule: str) -> None:
+    for num_stages, num_microbatches in MOST_IN_A_V:
+        played = played_in_a_v(schedule, num_stages, num_microbatches)
+        where = pipeline(num_stages, num_microbatches, schedule, 2)
+        for stage, actions in (played.pipeline_order_with_comms if played else {}).items():
+            held: dict[str, set[tuple[int, int]]] = {"F": set(), "B": set()}
+            for kind, *place in alone(actions):
+                if kind.startswith("RECV_"):
+                    held[kind[-1]].add((place[0], place[1]))
+                elif kind in "FIW":
+                    held[{"F": "F"}.get(kind, "B")].discard((place[0], place[1]))
+                    counts = len(held["F"]), len(held["B"])
+                    assert counts <= where.schedule.received_ahead(where, stage)
+
+
+@pytest.mark.parametrize("schedule", IN_A_V)
+def test_weight_passes_in_a_v_wait_in_place_of_passes_in_flight(schedule: str) -> None:
+    for num_stages in (2, 4, 8):
+        where = pipeline(num_stages, 2 * num_stages, schedule, 2)
+        for stage in range(num_stages):
+            order = where.passes(stage)
+            alive = np.cumsum((order.phase == Phase.FORWARD) * 1 - (order.phase == Phase.BACKWARD))
+            waiting = np.cumsum((order.phase == Phase.BACKWARD) * 1 - (order.phase == Phase.WEIGHT))
+            assert where.schedule.unfinished(where, stage) == where.in_flight(stage) == (alive + waiting).max()
+            assert where.in_flight(stage) == 2 * num_stages + (schedule == "dualpipe-v")
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("num_stages", [2, 3, 8])
+def test_every_part_lies_in_its_chunk_on_one_stage(schedule: str, num_stages: int) -> None:
+    where = pipeline(num_stages, 2 * num_stages, schedule, SCHEDULES[schedule].chunk_counts[0])
+    found = {part: (stage, chunk) for stage in range(num_stages) for chunk, part in enumerate(where.parts_of(stage))}
+    assert found == {part: (where.stage_of(part), part // num_stages) for part in range(where.num_parts)}
+    assert where.is_v == (schedule in IN_A_V)
+
+
 @pytest.mark.parametrize(("num_stages", "most"), [(2, 1), (4, 3), (8, 7)])
 def test_what_the_last_stage_sends_to_the_first_waits_for_the_end_of_a_round(num_stages: int, most: int) -> None:
     where = pipeline(num_stages, 4 * num_stages, "interleaved-1f1b", 2)
@@ -175,6 +255,7 @@ def test_the_bound_of_the_search_is_what_the_passes_hold(
 ) -> None:
     chunks = data.draw(st.sampled_from(SCHEDULES[schedule].chunk_counts))
     config = pipeline(num_stages, num_rounds * num_stages, schedule, chunks)
+    assume(config.schedule.refusal(config) is None)
     for stage in range(num_stages):
         passes = ours(stage, num_stages, num_rounds * num_stages, schedule, chunks)
         alive = {"F": 1, "B": -1, "I": -1, "W": 0}

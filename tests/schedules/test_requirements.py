@@ -6,7 +6,8 @@ from steelyard.errors import InvalidPlanError, UserError
 from steelyard.schedules import SCHEDULES, PipelineConfig, find_schedule, names_of
 from tests.schedules.examples import pipeline
 
-CHUNKED = ("interleaved-1f1b", "interleaved-zero-bubble", "zero-bubble-auto")
+INTERLEAVED = ("interleaved-1f1b", "interleaved-zero-bubble", "zero-bubble-auto")
+CHUNKED = (*INTERLEAVED, "zb-v", "dualpipe-v")
 
 
 @pytest.mark.parametrize(
@@ -14,6 +15,8 @@ CHUNKED = ("interleaved-1f1b", "interleaved-zero-bubble", "zero-bubble-auto")
     [
         (4, 3, "1f1b", 1, "3 for 4 stages\n.*at least as many microbatches as stages under 1f1b"),
         (2, 5, "interleaved-1f1b", 2, "5 for 2 stages under interleaved-1f1b\n.*a multiple of its 2 rounds"),
+        (4, 7, "dualpipe-v", 2, "7 for 4 stages under dualpipe-v\n.*8 or more, twice the number of stages"),
+        (4, 8, "zb-v", 3, "num_chunks: found 3 under zb-v\n.*2 chunks on every stage, which make a V"),
     ],
 )
 def test_microbatches_that_do_not_suit_are_an_error(
@@ -33,9 +36,10 @@ def test_a_multiple_of_the_stages_suits_every_schedule(schedule: str) -> None:
     [
         (1, 1, {"1f1b"}),
         (4, 3, {"gpipe"}),
-        (4, 4, {"1f1b", *CHUNKED}),
-        (4, 6, {"1f1b", *CHUNKED}),
-        (4, 9, {"1f1b"}),
+        (4, 4, {"1f1b", *INTERLEAVED, "zb-v"}),
+        (4, 6, {"1f1b", *INTERLEAVED, "zb-v"}),
+        (4, 8, {"1f1b", *CHUNKED}),
+        (4, 9, {"1f1b", "zb-v", "dualpipe-v"}),
     ],
 )
 def test_the_search_tries_a_schedule_where_it_is_worth_it(

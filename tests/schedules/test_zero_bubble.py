@@ -18,8 +18,8 @@ from tests.jobs import make_job
 from tests.runtime.models import make_plan
 
 NAME = "interleaved-zero-bubble"
-NAMES = (NAME, "zero-bubble-auto")
-FOUR_STAGES = {"num_stages": 4, "num_microbatches": 4}
+NAMES = (NAME, "zero-bubble-auto", "zb-v", "dualpipe-v")
+FOUR_STAGES = {"num_stages": 4, "num_microbatches": 8}
 LEVERS = [{"compile": "blocks"}, {"offload": "activations"}, {"offload": "parameters"}]
 
 

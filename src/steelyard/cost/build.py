@@ -151,7 +151,7 @@ def build_tables(
     tables = with_memory(tables, config, costs.rows)
     if not has_chunks:
         return tables
-    round_trip_s = transfer_s(config, pipeline.num_stages - 1)
+    round_trip_s = 0.0 if pipeline.is_v else transfer_s(config, pipeline.num_stages - 1)
     return folded(tables, pipeline, round_trip_s=round_trip_s, fill=_fill(tables, config))
 
 

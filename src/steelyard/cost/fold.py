@@ -19,6 +19,12 @@ block fewer at its end, and in the second case the first chunk has one fewer at 
 place represents $v - 1$ blocks. Megatron calls this `account_for_loss_in_pipeline_split` and
 `account_for_embedding_in_pipeline_split`.
 
+If the chunks lie in a V (`PipelineConfig.is_v`), there are two, and block $j$ represents blocks $j$ and $B - 1 - j$.
+The first stage has both ends: the folded chain begins with the first and the last layer of the model. The working
+memory of the last layer counts in addition to that of the blocks, because the last layer runs while their passes are in
+flight. These tables are rough: resharding next to the ends and times of filling and draining are approximate, so that
+neither their optimum nor their bound proves anything about the simulated step.
+
 Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, for the schedule; the folding is ours.
 Not modelled: chunks cut differently; the redistribution between the last stage and the next chunk of the first; the
 lower memory of passes through a chunk without a block at its end.
@@ -37,7 +43,7 @@ Entry = TypeVar("Entry")
 
 
 def why_not_folded(
-    layers: Sequence[int], *, num_stages: int, num_chunks: int, ends_replace_blocks: bool = False
+    layers: Sequence[int], *, num_stages: int, num_chunks: int, is_v: bool = False, ends_replace_blocks: bool = False
 ) -> str | None:
     """Return the reason why these layers (their types) do not divide into identical chunks; None if they do.
 
@@ -51,6 +57,8 @@ def why_not_folded(
     period = (len(blocks) + sum(missing)) // num_chunks
     if period < num_stages:
         return f"{num_stages} stages of {num_chunks} chunks need {num_stages * num_chunks} blocks or more"
+    if is_v:
+        return f"the blocks of {num_chunks} chunks differ" if sum(missing) or blocks != blocks[::-1] else None
     if any(blocks[place] != blocks[place + period] for place in range(len(blocks) - period)):
         return f"the blocks of {num_chunks} chunks differ"
     return None
@@ -78,7 +86,7 @@ def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float,
     time_s = tables.time_s * share
     time_s[first] += round_trip_s * (num_chunks - 1) / num_chunks
     activation_bytes = tables.activation_bytes.copy()
-    for layer_type, stage, chunk in ((first, 0, 0), (last, pipeline.num_stages - 1, num_chunks - 1)):
+    for layer_type, stage, chunk in ((first, 0, 0), (last, pipeline.stage_of_last, num_chunks - 1)):
         if layer_type in alone:  # spread the bytes of microbatches in its own chunk over all passes in flight
             held = pipeline.passes(stage).in_flight(chunk) * tables.activation_bytes[layer_type]
             activation_bytes[layer_type] = -(-held // pipeline.in_flight(stage))
@@ -92,6 +100,12 @@ def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float,
         static_bytes=tables.static_bytes * copies,
         activation_bytes=activation_bytes,
     )
+    if pipeline.is_v:
+        static, works = whole.static_bytes.copy(), whole.transient_bytes.copy()
+        static[last] += works[last]
+        works[last] = 0
+        layers = (first, last, *blocks[: len(blocks) // 2])
+        return replace(whole, static_bytes=static, transient_bytes=works, layers=layers)
     before, behind = missing_blocks(len(blocks), num_chunks)
     period = (len(blocks) + before + behind) // num_chunks
     places = [*blocks[period - before : period], *blocks[: period - before]]
@@ -118,16 +132,30 @@ def _with_missing(tables: CostTables, layer_type: int) -> tuple[CostTables, int]
     ), count
 
 
-def unfold_layers(entries: Sequence[Entry], num_chunks: int, num_layers: int) -> tuple[Entry, ...]:
+def unfold_layers(
+    entries: Sequence[Entry], num_chunks: int, num_layers: int, *, is_v: bool = False
+) -> tuple[Entry, ...]:
     """Return an entry for each layer of the model, from one for every layer of folded tables."""
+    if is_v:
+        first, last, *own = entries
+        return (first, *own, *reversed(own), last)
     blocks = tuple(entries[1:-1]) * num_chunks
     before, _ = missing_blocks(num_layers - 2, num_chunks)
     return (entries[0], *blocks[before:][: num_layers - 2], entries[-1]) if num_chunks > 1 else tuple(entries)
 
 
-def unfold_parts(boundaries: Sequence[int], num_chunks: int, num_layers: int) -> Iterator[tuple[int, int, int]]:
+def unfold_parts(
+    boundaries: Sequence[int], num_chunks: int, num_layers: int, *, is_v: bool = False
+) -> Iterator[tuple[int, int, int]]:
     """Yield (stage, first layer, end) of every part of the pipeline, in the order of the layers."""
     period, num_stages = boundaries[-1] - 2, len(boundaries) - 1
+    if is_v:
+        cuts = [0, *(boundary - 1 for boundary in boundaries[1:])]
+        yield from ((stage, cuts[stage], cuts[stage + 1]) for stage in range(num_stages))
+        yield from (
+            (stage, num_layers - cuts[stage + 1], num_layers - cuts[stage]) for stage in range(num_stages)[::-1]
+        )
+        return
     before = missing_blocks(num_layers - 2, num_chunks)[0] if num_chunks > 1 else 0
     first = 0
     for chunk in range(num_chunks):

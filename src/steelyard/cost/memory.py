@@ -280,9 +280,15 @@ def _waiting_bytes(tables: CostTables, config: JobConfig) -> IntTable:
 def _with_weight_passes(found: dict[str, Any], tables: CostTables, config: JobConfig) -> dict[str, Any]:
     """Return the fields of `memory_tables` under a schedule with weight passes."""
     pipeline, waits = config.pipeline, _waiting_bytes(tables, config)
-    stages = {pipeline.in_flight(stage): pipeline.waiting(stage) for stage in range(pipeline.num_stages)}
+    stage_bytes: dict[int, IntTable] = {}
+    for stage in range(pipeline.num_stages):
+        in_flight, waiting = pipeline.in_flight(stage), pipeline.waiting(stage)
+        beside = pipeline.schedule.unfinished(pipeline, stage) - in_flight
+        """Waiting passes at the moment of the most passes in flight; the others wait in place of passes in flight."""
+        replaced = beside * waits + (waiting - beside) * np.maximum(waits - found["activation_bytes"], 0)
+        stage_bytes[in_flight] = np.maximum(replaced, stage_bytes.get(in_flight, 0))
     return found | {
-        "stage_bytes": {in_flight: waiting * waits for in_flight, waiting in stages.items()},
+        "stage_bytes": stage_bytes,
         "freed_bytes": found["freed_bytes"] - waits,
     }
 

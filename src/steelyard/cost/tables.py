@@ -21,7 +21,7 @@ a stage holds $v$ identical chunks, and one layer of the tables represents the $
 chunks. Its time is that of one chunk's pass, its static bytes those of all chunks, and $n_i$ counts passes in flight.
 Under a schedule with weight passes all times are those of filling the pipeline, a fraction $f$ (`fill`) of a pass, and
 $mv/f$ replaces $mv$: $\sum_i f t_i + (mv-f)\,\max_i t_i$. Every chunk needs a layer, so the stages with the first and
-the last layer, which no other chunk has, hold two layers or more.
+the last layer, which no other chunk has, hold two layers or more, or three if one stage has both.
 
 | symbol | field                | unit  | meaning                                                                   |
 |--------|----------------------|-------|---------------------------------------------------------------------------|
@@ -399,19 +399,19 @@ class CostTables:
 
     def least_layers(self, stage: int) -> int:
         """Minimum number of layers of ``stage``."""
-        return 2 if self._is_folded and stage in (0, self.pipeline.num_stages - 1) else 1
+        return 1 + self._num_ends([stage])
 
     def least_layers_before(self, stage: int) -> int:
         """Minimum total number of layers of the stages before ``stage``."""
-        return stage + (self._is_folded and stage > 0) + (self._is_folded and stage == self.pipeline.num_stages)
+        return stage + self._num_ends(range(stage))
 
     def least_layers_behind(self, stage: int) -> int:
         """Minimum total number of layers of the stages after ``stage``."""
         return self.least_layers_before(self.pipeline.num_stages) - self.least_layers_before(stage + 1)
 
-    @property
-    def _is_folded(self) -> bool:
-        return self.pipeline.num_chunks > 1
+    def _num_ends(self, stages: Container[int]) -> int:
+        """Number of the model's two ends on these stages of folded tables, where they do not fill a chunk."""
+        return sum(stage in stages for stage in (0, self.pipeline.stage_of_last)) if self.pipeline.num_chunks > 1 else 0
 
 
 def _check_chunks(tables: CostTables) -> None:

@@ -26,7 +26,7 @@ from steelyard.plan.prediction import Alternative, Certificate
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.planning.pass_order import in_best_order
 from steelyard.planning.price import assemble_plan, bare_plan, describe, prediction_of, summarise, warnings_of
-from steelyard.planning.problem import is_uniform, make_tables, shared_cores_bound_s, shares_cores
+from steelyard.planning.problem import is_uniform, make_tables, proves_apart, shares_cores, simulated_bound_s
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.uniform import uniform_choices
 from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult, search
@@ -174,10 +174,13 @@ def accept(
         ranked=(*sorted(ranked[:count], key=lambda each: each.step_s), *ranked[count:]),
         num_simulated=count,
         search=found,
-        lower_bound_s=min(shared_cores_bound_s(job, each.given, each.result.lower_bound_s) for each in found.configs)
-        if shares_cores(job)
+        lower_bound_s=min(simulated_bound_s(job, each.given, each.result.lower_bound_s) for each in found.configs)
+        if proves_apart(job, [each.given for each in found.configs])
         else found.lower_bound_s,
-        bounded=tuple(each.given.bounded(each.result.lower_bound_s) for each in found.configs),
+        bounded=tuple(
+            each.given if each.given.pipeline.is_v else each.given.bounded(each.result.lower_bound_s)
+            for each in found.configs
+        ),
         floor_bytes=min((each.least_bytes for each in made if each.least_bytes is not None), default=0),
     )
 
@@ -310,12 +313,12 @@ def _plan_within(
     best, *others = found.ranked[: found.num_simulated]
     plan, cost = in_best_order(best.plan, job, best.cost)
     lower_s, was_cut = found.lower_bound_s, time_limit_s is not None and searched_s >= time_limit_s
-    gap = found.search.gap
-    if shares_cores(job):
+    gap, is_apart = found.search.gap, proves_apart(job, [each.given for each in found.search.configs])
+    if is_apart:
         gap = max(0.0, 1 - lower_s / best.step_s)
     elif best.outcome is not found.search.best:
         gap = max(0.0, 1 - lower_s / best.outcome.score_s)
-    if best.outcome is not found.search.best and not shares_cores(job):
+    if best.outcome is not found.search.best and not is_apart:
         certificate = Certificate(status="simulated", gap=gap, num_simulated=found.num_simulated)
     elif found.search.status == "optimal" and not gap:
         certificate = Certificate(status="optimal", gap=gap)

@@ -32,8 +32,8 @@ def bare_plan(job: Job, tables: CostTables, solution: Solution) -> Plan:
     """Return the plan of a solution of these tables, without its prediction."""
     pipeline, num_layers = tables.pipeline, job.chain.num_layers
     folded = [tables.strategies[index] for index in solution.strategies]
-    strategies = unfold_layers(folded, pipeline.num_chunks, num_layers)
-    cuts = list(unfold_parts(solution.boundaries, pipeline.num_chunks, num_layers))
+    strategies = unfold_layers(folded, pipeline.num_chunks, num_layers, is_v=pipeline.is_v)
+    cuts = list(unfold_parts(solution.boundaries, pipeline.num_chunks, num_layers, is_v=pipeline.is_v))
     ends = list(accumulate(strategies[first].num_devices for _, first, _ in cuts[: pipeline.num_stages]))
     parts = tuple(
         StagePart(

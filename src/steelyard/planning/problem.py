@@ -170,15 +170,26 @@ def shares_cores(job: Job) -> bool:
     return any(each.profile.busy_speeds for each in job.by_group)
 
 
-def shared_cores_bound_s(job: Job, given: OnDemand, bound_s: float) -> float:
-    """Return a lower bound of the step time of a configuration if `shares_cores`. ``bound_s`` is the search's own.
+def proves_apart(job: Job, given: Sequence[OnDemand]) -> bool:
+    """Return whether the search's own bounds and optima prove nothing about the simulated step.
 
-    The search assumes that all processes are always busy. A single stage always is, but several stages together do at
-    most the work per second of the best number $k$ of busy ones, $k s_k$ (`steelyard.cost.shared_cores`). All passes
-    are work.
+    Processes share cores, or chunks lie in a V, whose tables are rough (`steelyard.cost.fold`).
+    """
+    return shares_cores(job) or any(each.pipeline.is_v for each in given)
+
+
+def simulated_bound_s(job: Job, given: OnDemand, bound_s: float) -> float:
+    """Return a lower bound of the simulated step of a configuration if `proves_apart`; ``bound_s`` is the search's.
+
+    Without shared cores it is the time of computation alone, divided evenly over the stages. With shared cores, the
+    search assumes that all processes are always busy. A single stage always is, but several stages together do at most
+    the work per second of the best number $k$ of busy ones, $k s_k$ (`steelyard.cost.shared_cores`). All passes are
+    work.
     """
     if given.pipeline.num_stages == 1 or math.isinf(bound_s):
         return bound_s
+    if not shares_cores(job):
+        return given.least_s if given.pipeline.is_v else bound_s
     tables = given.tables
     pools = Counter((0,) * given.pipeline.num_stages if tables.pools is None else tables.pools.of_stages)
     order = (0,) if tables.pools is None else tables.pools.order
@@ -271,6 +282,7 @@ def configs_under(
                 job.chain.layers,
                 num_stages=each.num_stages,
                 num_chunks=each.num_chunks,
+                is_v=each.is_v,
                 ends_replace_blocks=not job.engine.capabilities.mixes_layers,
             )
             is None

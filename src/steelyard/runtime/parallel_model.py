@@ -465,13 +465,13 @@ class ParallelModel:
 
     def _exchange(self, index: int) -> Exchange:
         """Return the pieces that part ``index`` of the pipeline exchanges with the ranks of its neighbours."""
-        rank, found = dist.get_rank(), {}
-        if index > 0:
+        rank, found, pipeline = dist.get_rank(), {}, self.plan.pipeline
+        if index > 0 and pipeline.stages_apart(index - 1, index):
             crossing = list(self._crossing(index))
             found["arriving"] = [received_pieces(rank, before, own, shape) for before, own, shape, _ in crossing]
             trained = [each for each in crossing if each[-1]["requires_grad"]]
             found["returning"] = [sent_pieces(rank, own, before, shape) for before, own, shape, _ in trained]
-        if index < len(self.plan.parts) - 1:
+        if index < len(self.plan.parts) - 1 and pipeline.stages_apart(index, index + 1):
             crossing = list(self._crossing(index + 1))
             found["leaving"] = [sent_pieces(rank, own, after, shape) for own, after, shape, _ in crossing]
             trained = [each for each in crossing if each[-1]["requires_grad"]]

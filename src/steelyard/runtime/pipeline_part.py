@@ -11,7 +11,7 @@ size each rank sends its part to the rank at the same place, in the layout of th
 redistributes. Between stages of different sizes, each side divides by samples the tensors that its ranks would hold
 copies of, if the number of samples allows it, and every rank receives the pieces of its part from the ranks that have
 them: each entry crosses the border once, whatever the degrees are, and copies are gathered inside the stage. Gradients
-take the same way back.
+take the same way back. If chunks lie in a V, a stage has two neighbouring parts and hands their tensors over itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -205,7 +205,7 @@ Pieces = Sequence[Sequence[Piece]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Pieces in which a part exchanges a microbatch with its neighbours; empty at the ends of the pipeline.
+    """Pieces in which a part exchanges a microbatch with its neighbours; empty if it has none on another stage.
 
     Gradients have pieces only for the tensors that need one.
     """
@@ -246,7 +246,7 @@ class PipelinePart(PipelineStage):
         weight_pass: Callable[[], Callable[[], None]] | None,
     ) -> None:
         super().__init__(module, index, num_parts, device, *examples, group=group or alone, dw_builder=weight_pass)
-        self._exchange = exchange
+        self._exchange, self._hands_over = exchange, index < num_parts - 1 and not exchange.leaving
         self._between = group or dist.group.WORLD
         """Group whose ranks exchange tensors."""
         self._has_column = group is not None
@@ -304,8 +304,9 @@ class PipelinePart(PipelineStage):
         output = super().forward_one_chunk(fwd_chunk_id, *arguments, **keywords)
         self._let_go(self.args_recv_info[fwd_chunk_id])
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
-        if not _any_needs_gradient(inputs):
-            self.fwd_cache[fwd_chunk_id] = outputs, ()
+        if self._hands_over and not _any_needs_gradient(outputs):
+            outputs = ()
+        self.fwd_cache[fwd_chunk_id] = outputs, inputs if _any_needs_gradient(inputs) else ()
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **keywords: Any) -> None:
@@ -322,6 +323,17 @@ class PipelinePart(PipelineStage):
         if not inputs:
             self.bwd_cache[bwd_chunk_id] = (None,) * len(self.args_recv_info[bwd_chunk_id])
         self._let_go(self.grad_recv_info[bwd_chunk_id])
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Return the gradients for the part before on this stage; none without backward passes."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """Take the gradients of the next part on this stage for the tensors that need one, zeros if there is none."""
+        infos = self.grad_recv_info[mb_index] if self.has_backward else ()
+        for info, gradient in zip(infos, next_stage_bwd_outputs, strict=True):
+            if info.buffer is not None:
+                info.buffer = torch.zeros_like(info.buffer, device=self.device) if gradient is None else gradient
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **keywords: Any) -> None:
         """Run the weight pass of a microbatch, if it had a backward pass."""

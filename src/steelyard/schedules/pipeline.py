@@ -44,6 +44,10 @@ class PassOrder:
         change = (self.phase == Phase.FORWARD).astype(np.int64) - (self.phase == Phase.BACKWARD)
         return int((change if chunk is None else change * (self.chunk == chunk)).cumsum().max())
 
+    def unfinished(self) -> int:
+        """Maximum number of forward passes, over all chunks, whose weight pass has not ended."""
+        return int(((self.phase == Phase.FORWARD).astype(np.int64) - (self.phase == Phase.WEIGHT)).cumsum().max())
+
     def waiting(self) -> int:
         """Maximum number of pending weight passes when a forward or a backward pass begins."""
         change = (self.phase == Phase.BACKWARD).astype(np.int64) - (self.phase == Phase.WEIGHT)
@@ -133,6 +137,10 @@ class Schedule(ABC):
         """Maximum number of pending weight passes of a stage when a backward pass begins: 0 by default."""
         return 0
 
+    def unfinished(self, pipeline: "PipelineConfig", stage: int) -> int:
+        """Maximum number of passes of a stage that are in flight or wait for their weight pass."""
+        return self.in_flight(pipeline, stage) + self.waiting(pipeline, stage)
+
     def received_ahead(self, _pipeline: "PipelineConfig", _stage: int) -> tuple[int, int]:
         """Maximum numbers of activations and gradients that a stage has buffers for before the pass that needs them.
 
@@ -216,6 +224,11 @@ class PipelineConfig:
     def stage_of_last(self) -> int:
         """Stage of the last part of the model, which has the head."""
         return self.stage_of(self.num_parts - 1)
+
+    @property
+    def is_v(self) -> bool:
+        """Whether the first stage has the first and the last part: chunks in a V."""
+        return self.num_stages > 1 and self.stage_of_last == 0
 
     def passes(self, stage: int) -> PassOrder:
         """Return the passes of a stage, counted from 0, in execution order."""

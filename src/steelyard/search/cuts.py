@@ -339,8 +339,8 @@ class _StageRuns:
         self._counts = counts.given
         fits = self._held + runs.lower <= self._room[:, None]
         self.seconds: Floats = np.where(fits, seconds + tables.received_s(stage), np.inf)
-        if tables.least_layers(stage) > 1:
-            self.seconds[np.eye(len(seconds), k=1, dtype=bool)] = np.inf
+        for too_few in range(1, tables.least_layers(stage)):
+            self.seconds[np.eye(len(seconds), k=too_few, dtype=bool)] = np.inf
 
     def count(self, start: int, end: int) -> int:
         """Number of blocks of a run that are recomputed."""

@@ -138,7 +138,7 @@ def _check(tables: CostTables, boundaries: Sequence[int], strategies: Sequence[i
         raise InvalidProblemError(
             field="boundaries",
             found=str(tuple(boundaries)),
-            expected="two layers or more on the first and the last stage, so that no chunk is empty",
+            expected="a layer in addition to the model's ends on their stages, so that no chunk is empty",
         )
     if len(strategies) != num_layers:
         raise InvalidProblemError(
