@@ -1,6 +1,7 @@
 """Plans that experts ran, priced by the engine that ran them, beside what they measured and what we would plan.
 
     python benchmarks/expert_plans.py [JOBS.csv] [--predictions OUT.csv] [--free]
+    python benchmarks/expert_plans.py [JOBS.csv] --native [--only WORD ...]
 
 JOBS.csv has a row for each job with its model, devices, batch, the experts' settings and the measured step. Each plan
 is priced as ``steelyard price`` prices it, with its engine; with ``--free`` the job is also planned for that engine,
@@ -33,6 +34,8 @@ from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import plan_job
+from steelyard.planning.complete import ENGINE_LIMIT_S, complete, engine_answers
+from steelyard.planning.job import job_of
 from steelyard.planning.price import describe, peak_bytes, summarise
 from steelyard.planning.request import make_request
 from steelyard.planning.settings import Settings, price_settings
@@ -159,6 +162,32 @@ def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> di
     return found
 
 
+def planned_natively(row: Mapping[str, str], folder: Path) -> str:
+    """Plan a job for our own runtime; return a line of Markdown: seconds, configurations and the plan found."""
+    nodes = max(1, int(row["gpus"]) // int(row["gpus_per_node"]))
+    per_node = min(int(row["gpus"]), int(row["gpus_per_node"]))
+    request = make_request(
+        load_config(row["model"], folder),
+        f"{nodes}x{per_node}x{row['device']}",
+        global_batch=int(row["global_batch"]),
+        seq_len=int(row["seq"]),
+        precision=layer_precision(row["precision"]),  # type: ignore[arg-type]
+    )
+    job_of(request)
+    started = time.process_time()
+    result = complete(request)
+    planned = time.process_time()
+    engine_answers(request, result, limit_s=ENGINE_LIMIT_S)
+    ended = time.process_time()
+    plan, configs = result.plan, result.search.configs
+    made = sum(each.is_made for each in result.tables)
+    searched = f"| {row['name']} | {planned - started:.1f} | {ended - planned:.1f} | {len(configs)} | {made} |"
+    if plan is None or plan.prediction is None:
+        return f"{searched} nothing fits | | | |"
+    gap = plan.prediction.certificate.gap or 0.0
+    return f"{searched} {_step_s(plan):.4f} | {gap:.2%} | {plan.num_groups} | {degrees(plan)} |"
+
+
 def _step_s(plan: Plan) -> float:
     assert plan.prediction is not None, "just priced"
     return plan.prediction.step_time_s
@@ -228,9 +257,17 @@ def main() -> None:
     parser.add_argument("jobs", nargs="?", type=Path, default=DATA / "jobs.csv")
     parser.add_argument("--predictions", type=Path)
     parser.add_argument("--free", action="store_true", help="also plan each job for its engine")
+    parser.add_argument("--native", action="store_true", help="plan each job for our own runtime, and time it")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="jobs with one of these in their name")
     options = parser.parse_args()
     with options.jobs.open() as file:
-        rows = list(csv.DictReader(file))
+        rows = [row for row in csv.DictReader(file) if any(word in row["name"] for word in options.only or [""])]
+    if options.native:
+        columns = "job | plan, CPU s | engines, CPU s | configurations | with tables | s | gap | groups | plan"
+        print(f"| {columns} |\n|{'---|' * 9}", flush=True)
+        for row in rows:
+            print(planned_natively(row, options.jobs.parent), flush=True)
+        return
     found, errors = [], dict[str, list[float]]()
     for row in rows:
         started = time.process_time()
