@@ -28,16 +28,22 @@ def text_of(result: Result) -> str:
     return str(user_error(result))
 
 
-@pytest.fixture(name="plan_file", scope="module")
-def _plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(name="planned", scope="module")
+def _planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """The result of planning, which splits the module, and the file that it writes."""
     path = tmp_path_factory.mktemp("own") / "plan.json"
     result = CliRunner().invoke(app, [str(each) for each in ("plan", EXAMPLE, *JOB, "-o", path)])
     assert result.exit_code == 0, result.output
-    return path
+    return result, path
 
 
-def test_planning_says_that_the_file_is_run_and_how_to_go_on(run: Run, tmp_path: Path) -> None:
-    result = run("plan", EXAMPLE, *JOB, "-o", tmp_path / "plan.json")
+@pytest.fixture(name="plan_file", scope="module")
+def _plan_file(planned: tuple[Result, Path]) -> Path:
+    return planned[1]
+
+
+def test_planning_says_that_the_file_is_run_and_how_to_go_on(planned: tuple[Result, Path]) -> None:
+    result, _ = planned
     assert "diffusion.py to build the module" in result.stderr
     assert "--builder" in result.stdout
 

@@ -20,11 +20,13 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from steelyard.cli.app import app
+from tests.cli.conftest import _searched_once  # noqa: F401  what several commands show is searched once
 from tests.modules.split_configs import split_config
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHERS = [*sorted((ROOT / "benchmarks").glob("*.md")), *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md"))]
+SHOWS_ENGINES = True
 KNOWN = get_command(app).commands  # type: ignore[attr-defined]
 LANGUAGES = {"", "console", "sh", "bash", "shell"}
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)

@@ -120,7 +120,7 @@ NIGHTLY = {
     *("gemma", "gemma2", "mistral", "qwen2", "qwen3", "mixtral", "command-r-35b", "olmo2-1b", "starcoder2-3b"),
     *("smollm3-3b", "deepseek-v2-lite", "olmoe-1b-7b", "codegen", "opt", "microbatches", "tied, two stages, alike"),
     *("dinov2", "electra", "granite-3.3-8b", "bart", "gpipe", "tied, two stages", "tied, alike", "glm-4-9b-0414"),
-    *("gpt-oss-20b", "1f1b"),
+    *("gpt-oss-20b", "1f1b", "command-r7b", "phi-3-mini", "gpt_neox", "deepseek-v3", "swin"),
 }
 """The script knows models by their structure, of which others have each part; others divide as these do, and tie as
 they do ("interleaved", "tied, unlike"). Those of two stages run under 1f1b."""

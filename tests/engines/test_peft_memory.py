@@ -23,14 +23,14 @@ from steelyard.planning.settings import Settings, price_settings
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 256,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "intermediate_size": 688,
     "vocab_size": 2048,
     "max_position_embeddings": 512,
 }
-SAMPLES, SEQ_LEN = 4, 256
+SAMPLES, SEQ_LEN = 4, 128
 
 
 class LiveBytes(TorchDispatchMode):
@@ -107,13 +107,21 @@ def peak_of_steps(model: Any, *, num_microbatches: int, remat: Remat) -> int:
     return live.peak
 
 
+CASES = (({"train": "lora:r=8"}, 1), ({"train": "lora:r=8,targets=q_proj+v_proj"}, 2), ({"train": "qlora:r=8"}, 2))
+SAMPLE = ((0, Remat.FULL, False), (1, Remat.NONE, False), (2, Remat.FULL, False))
+"""Each kind of adapters, with one kind of remat."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", [Remat.NONE, Remat.FULL])
 @pytest.mark.parametrize(
-    ("levers", "num_microbatches"),
-    [({"train": "lora:r=8"}, 1), ({"train": "lora:r=8,targets=q_proj+v_proj"}, 2), ({"train": "qlora:r=8"}, 2)],
+    ("levers", "num_microbatches", "remat", "tied"),
+    [
+        pytest.param(*case, remat, tied, marks=() if (place, remat, tied) in SAMPLE else pytest.mark.nightly)
+        for place, case in enumerate(CASES)
+        for remat in (Remat.NONE, Remat.FULL)
+        for tied in (False, True)
+    ],
 )
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_memory_is_predicted_from_above_and_closely(
     levers: dict[str, str], num_microbatches: int, remat: Remat, tied: bool, tmp_path: Path
 ) -> None:

@@ -265,8 +265,11 @@ TEXTS = {
 }
 
 
-SAMPLE = [name for name in CASES if name.endswith(", bf16") or name.endswith("stages") or name == "tensors"]
-"""Adapters in bf16 with dp and fsdp; without casts if a stage or a matrix is divided."""
+NIGHTLY = {"dora, stages", "vera, bf16", "nf4, bf16", "replicated, bf16", "replicated", "sharded"} | {
+    *("nf4", "nf4 and dora", "experts"),
+}
+"""Casts are in a case with bf16, stages in another; each kind of base is in one."""
+SAMPLE = [name for name in CASES if name not in NIGHTLY]
 
 
 @pytest.mark.slow

@@ -31,7 +31,10 @@ def _request(model: str, cluster: str, **options: object) -> PlanRequest:
             marks=pytest.mark.nightly,
         ),
         # likewise, of a base that two cards hold only between them
-        ("llama2-13b", "1x2xrtx-4090", {"global_batch": 2}, ("--train lora:r=16", "--train qlora:r=16")),
+        pytest.param(
+            *("llama2-13b", "1x2xrtx-4090", {"global_batch": 2}, ("--train lora:r=16", "--train qlora:r=16")),
+            marks=pytest.mark.nightly,
+        ),
         # unsloth and litgpt: QLoRA or LoRA of 3B on cards of 12 GB
         ("llama3.2-3b", "1x1xrtx-4090", {"memory": "12GiB"}, ("--train qlora:r=16", "--train lora:r=16")),
     ],

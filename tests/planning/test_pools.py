@@ -26,6 +26,7 @@ from steelyard.planning.variants import Study, even_plan, group_answers
 from steelyard.search import search
 from tests.cost.examples import SEQ_LEN, chain, measured_profile
 from tests.jobs import job_of, make_job, request_of
+from tests.sample import sampled
 
 GIB = 2**30
 OPTIONS = Decisions(max_degrees={"tp": 2}, modes={"zero": (3,), "sp": (False,)})
@@ -38,6 +39,7 @@ def narrower(**more):
 
 GPT2 = {"model_type": "gpt2", "n_embd": 256, "n_head": 4, "n_positions": 1024, "vocab_size": 5_000}
 """Model with tied matrices, whose exchange depends on the number of stages."""
+TIED = {**GPT2, "n_layer": 10}
 
 
 def pooled(cluster, *, batch=8, memory=None, model="tinyllama-1.1b", **more):
@@ -66,7 +68,7 @@ def every_config(space: GroupSpace) -> list[PlacedPipeline]:
 @pytest.mark.parametrize(
     ("cluster", "memory"),
     [
-        ("1x2xh100-80gb+1x2xa100-80gb", None),
+        pytest.param("1x2xh100-80gb+1x2xa100-80gb", None, marks=pytest.mark.nightly),
         ("1x2xh100-80gb+1x2xa100-80gb", "8GiB"),
         ("1x2xh100-80gb+1x2xl4+1x1xa100-80gb", "10GiB"),
     ],
@@ -82,8 +84,16 @@ def test_the_plan_is_as_fast_as_the_best_of_all_orders_and_sizes(cluster, memory
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", ["4GiB", "8GiB", None])
-@pytest.mark.parametrize("model", ["tinyllama-1.1b", {**GPT2, "n_layer": 10}])
+@pytest.mark.parametrize(
+    ("model", "memory"),
+    [
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly)
+            for each in (("tinyllama-1.1b", "4GiB"), ("tinyllama-1.1b", None), (TIED, "4GiB"))
+        ),
+        *(("tinyllama-1.1b", "8GiB"), (TIED, "8GiB"), (TIED, None)),
+    ],
+)
 def test_no_plan_of_a_config_is_faster_than_its_bounds(model, memory):
     job = pooled("1x2xh100-80gb+1x4xa100-40gb", memory=memory, model=model)
     space = GroupSpace(job, narrower(num_microbatches=8))
@@ -156,7 +166,7 @@ def test_times_of_the_search_are_those_of_the_prediction():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [4, 8, 32])
+@pytest.mark.parametrize("batch", sampled([4, 8, 32], [8]))
 def test_pools_of_equal_devices_are_no_worse_than_one_cluster_cut_between_them(batch):
     whole = parse_cluster("2x4xa100-80gb")
     half = whole.on(num_nodes=1, inter_link=None)
@@ -197,7 +207,7 @@ def test_where_nothing_fits_the_nearest_miss_is_said():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", ["1GiB", "3GiB"])
+@pytest.mark.parametrize("memory", sampled(["1GiB", "3GiB"], ["3GiB"]))
 def test_the_nearest_miss_is_that_of_the_config_that_misses_least(memory):
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", memory=memory, batch=32)
     space = GroupSpace(job, OPTIONS)
@@ -241,8 +251,14 @@ MIXED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MIXED)
-@pytest.mark.parametrize("time_limit_s", [0.0, 300.0])
+@pytest.mark.parametrize(
+    ("name", "time_limit_s"),
+    [
+        *(("alike", 0.0), ("alike", 300.0), ("one slows the rest", 300.0), ("tied matrices, slow links", 300.0)),
+        pytest.param("one slows the rest", 0.0, marks=pytest.mark.nightly),
+        pytest.param("tied matrices, slow links", 0.0, marks=pytest.mark.nightly),
+    ],
+)
 def test_no_group_alone_and_no_even_cut_is_faster_than_the_plan(name, time_limit_s):
     decided = narrower(schedules=("1f1b", "gpipe"))
     plan = complete(

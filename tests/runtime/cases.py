@@ -109,7 +109,8 @@ CASES: dict[str, Case] = {
 NIGHTLY = {
     *("two stages, 1f1b", "four stages, gpipe"),
     *("tied, one stage", "tied, two stages, alike", "tied, four stages", "tied, four stages, tensor parallel"),
+    *("tied, two stages", "four stages, 1f1b"),
 }
-"""One step of both schedules is in `tests.runtime.leaf_cases`, further ones in four stages under 1f1b. Tied tables stay
-in one stage (both orders, and the control, of one whole and one sharded), alike in two (replicated), and unlike;
-a stage between them that holds neither is in `tests.runtime.unlike_cases`."""
+"""One step of both schedules is in `tests.runtime.leaf_cases`, further ones in two stages of two chunks. Tied tables
+stay in one stage (both orders, and the control, of one whole and one sharded), alike in two (replicated), and unlike in
+chunks; a stage between them that holds neither is in `tests.runtime.unlike_cases`."""

@@ -54,8 +54,9 @@ _CASES: dict[str, Case] = {
 CASES = {name: replace(case, fault="traced kernels") for name, case in _CASES.items()} | {
     name + BY_INDUCTOR: case for name, case in _CASES.items()
 }
-NIGHTLY = {"two meshes", "tensors, selective"}
-"""The case with adapters has selective remat with tp, and inductor compiles it on one mesh."""
+NIGHTLY = {"two meshes", "tensors, selective", "stages", "bf16"}
+"""The case with adapters has selective remat with tp, and inductor compiles it on one mesh; stages and casts are around
+compiled blocks, as around others."""
 SAMPLE = [name for name in _CASES if name not in NIGHTLY] + ["tensors, selective" + BY_INDUCTOR]
 
 

@@ -94,8 +94,8 @@ CASES: dict[str, Case] = {
 NIGHTLY = {
     *("eight, gpt2, two stages", "eight, qwen3, two stages", "mistral with a sliding window, two stages"),
     *("eight, two stages", "cohere2 without a family, two stages", "cohere2 without a family, ulysses", "qwen3"),
-    "eight, hybrid sharding",
+    *("eight, hybrid sharding", "eight, every level", "llama, next to other dimensions, from and to cp", "bf16"),
 }
-"""Their divisions stay under llama and mistral, hybrid sharding in every level, and their models in one stage; fewer
-keys than queries in llama."""
+"""Their divisions stay under llama and mistral, three dimensions of a layer where states are sharded over the ranks of
+cp alone, and their models in one stage; fewer keys than queries in llama."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]

@@ -17,7 +17,7 @@ from steelyard.search.space import SpaceOptions, enumerate_levels, mixing
 from tests.runtime.cases import Case
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
-_LAYERS = 8
+_LAYERS = 12
 _NUM_DEVICES = 8
 
 

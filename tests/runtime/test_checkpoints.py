@@ -35,7 +35,7 @@ UNEVEN = {**CONFIGS["llama"], "num_hidden_layers": 2, "vocab_size": 250, "interm
 """Sizes that four ranks do not divide."""
 TIED = {**CONFIGS["llama-tied"], "vocab_size": 250}
 EXPERTS = {**FAMILY_CONFIGS["qwen3_moe"], "num_hidden_layers": 3, "vocab_size": 250, "max_position_embeddings": 128}
-STEPS, MIDDLE = 4, 2
+STEPS, MIDDLE = 2, 1
 RUN = TrainOptions(steps=STEPS, lr=1e-2, warmup_steps=2, checkpoint_every=MIDDLE)
 
 

@@ -6,20 +6,23 @@ import pytest
 
 from steelyard.plan.shrink import TOLERANCES
 from tests.runtime.processes import run_parity
-from tests.runtime.unlike_cases import CASES
+from tests.runtime.unlike_cases import CASES, SAMPLE
+from tests.sample import asked, sampled
 
 pytestmark = pytest.mark.processes
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
+CONTROL = "control: untied"
 PLANS = [name for name, case in CASES.items() if case.fault is None]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run_parity("tests.runtime.unlike_cases", tmp_path_factory.mktemp("unlike") / "result.json")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    names = [*asked(request), CONTROL]
+    return run_parity("tests.runtime.unlike_cases", tmp_path_factory.mktemp("unlike") / "result.json", names)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", sampled(PLANS, SAMPLE))
 def test_losses_gradients_and_norms_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
     found = results[name]
     assert found["losses"] == pytest.approx(found["expected_losses"], rel=LOSS_TOLERANCE)
@@ -28,10 +31,10 @@ def test_losses_gradients_and_norms_equal_one_process(results: dict[str, dict[st
     assert found["same_loss_on_all_ranks"]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", sampled(PLANS, SAMPLE))
 def test_the_runtime_applied_the_strategies_of_the_plan(results: dict[str, dict[str, Any]], name: str) -> None:
     assert results[name]["strategies"] == [str(strategy) for strategy in CASES[name].plan.strategies]
 
 
 def test_copies_that_are_not_summed_over_unlike_stages_fail_the_comparison(results: dict[str, dict[str, Any]]) -> None:
-    assert results["control: untied"]["gradient_error"] > 100 * GRADIENT_TOLERANCE
+    assert results[CONTROL]["gradient_error"] > 100 * GRADIENT_TOLERANCE

@@ -81,6 +81,6 @@ CASES: dict[str, Case] = {
         "qwen3_moe", "fsdp2 zero1, fsdp2 zero1, fsdp2 zero1 ep2", "fsdp2 zero1 ep2, fsdp2 zero1"
     ),
 }
-NIGHTLY = {"two stages, gpipe", "experts, two stages"}
-"""Both schedules and the experts are in other cases."""
+NIGHTLY = {"two stages, gpipe", "experts, two stages", "experts, bf16", "two stages, 1f1b, tied"}
+"""Both schedules, the experts and tied stages are in other cases."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]
