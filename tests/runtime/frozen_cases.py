@@ -78,6 +78,12 @@ CASES: dict[str, Case] = {
     "llama, chunks": _case(
         "llama", FIRST, "dp2", "fsdp2, dp2", "dp2, dp2", "fsdp2, dp2, dp2", num_chunks=2, schedule="interleaved-1f1b"
     ),
+    "llama, chunks in a V": _case(
+        "llama", FIRST, "dp2", "fsdp2, dp2", "dp2, dp2", "fsdp2, dp2, dp2", num_chunks=2, schedule="zb-v"
+    ),
+    "llama, a first chunk in a V without backward passes": _case(
+        "llama", (*FIRST, "model.layers.2"), *["single"] * 8, num_chunks=2, schedule="zb-v", num_microbatches=4
+    ),
     "llama, bf16": _case("llama", MIXED, "fsdp2, dp2", "dp2, fsdp2, tp2, fsdp2, fsdp2, dp2", precision="bf16"),
     "tied matrix frozen": _case("llama-tied", ("lm_head",), "dp2, fsdp2", "fsdp2, dp2", num_steps=2),
     "tied matrix trained": _case("llama-tied", ("model.layers.0",), "dp2, fsdp2", "fsdp2, dp2"),

@@ -35,6 +35,7 @@ def _case(
     sizes: tuple[int, ...] | None = None,
     num_steps: int = 1,
     fault: str | None = None,
+    schedule: str = "",
     **options: Any,
 ) -> Case:
     """A step of two microbatches of eight samples on four devices."""
@@ -46,7 +47,7 @@ def _case(
         num_microbatches=2,
         global_batch=16,
         seq_len=16,
-        schedule="1f1b" if num_chunks == 1 else "interleaved-1f1b",
+        schedule=schedule or ("1f1b" if num_chunks == 1 else "interleaved-1f1b"),
         num_devices=4,
         num_chunks=num_chunks,
         sizes=sizes,
@@ -66,6 +67,9 @@ CASES: dict[str, Case] = {
     "qwen3_moe, a stage of dense layers": _case("qwen3_moe", "dp2, fsdp2", "fsdp2 remat=full, dp2 ep2, dp2"),
     "qwen3_moe, a stage behind all routers": _case("qwen3_moe", "dp2, fsdp2, fsdp2, fsdp2 remat=full", "tp2"),
     "qwen3_moe, interleaved": _case("qwen3_moe", "dp2", "fsdp2", "tp2+sp", "fsdp2 ep2 remat=full, dp2", num_chunks=2),
+    "qwen3_moe, chunks in a V": _case(
+        "qwen3_moe", "dp2", "fsdp2", "tp2+sp", "fsdp2 ep2, dp2", num_chunks=2, schedule="zb-v"
+    ),
     "qwen3_moe, stages of unlike sizes": _case("qwen3_moe", "single, single, single", "tp2, dp2", sizes=(1, 2)),
     "olmoe, one stage": _case("olmoe", "fsdp4, tp2-fsdp2+sp ep2 remat=full, dp2-tp2, dp4"),
     "olmoe, two stages": _case("olmoe", "dp2, fsdp2 ep2 remat=selective", "tp2, fsdp2"),

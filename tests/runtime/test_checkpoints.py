@@ -49,6 +49,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     for name, config, stages, m, n, v, schedule in (
         ("mixed", UNEVEN, ["fsdp4, dp4, tp2-fsdp2+sp, fsdp4 zero2"], 2, 4, 1, "1f1b"),
         ("interleaved", UNEVEN, ["fsdp2 zero1", "tp2", "dp2", "fsdp2 zero1"], 4, 4, 2, "interleaved-1f1b"),
+        ("chunks in a V", UNEVEN, ["dp2", "fsdp2 zero1", "tp2", "fsdp2"], 4, 4, 2, "zb-v"),
         ("other orders", UNEVEN, ["fsdp2-tp2, fsdp2-tp2, tp4, tp2-dp2"], 1, 4, 1, "1f1b"),
         ("two processes", UNEVEN, ["single, single", "single, single"], 4, 2, 1, "gpipe"),
         ("hybrid and context", UNEVEN, ["dp2-fsdp2 zero1, fsdp2-cp2, cp2-tp2+sp, dp2-fsdp2 zero2"], 2, 4, 1, "1f1b"),
@@ -62,7 +63,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
 PLANS["unlike stages"] = _plan(UNEVEN, "single", "tp2, fsdp2", "single", sizes=(1, 2, 1), num_microbatches=4)
 PLANS["tied, unlike stages"] = _plan(TIED, "single", "tp2, dp2, fsdp2", sizes=(1, 2), num_microbatches=2)
 RESUMED = {
-    "mixed": ("mixed", "interleaved", "two processes"),
+    "mixed": ("mixed", "interleaved", "chunks in a V", "two processes"),
     "unlike stages": ("unlike stages", "mixed"),
     "hybrid and context": ("hybrid and context", "mixed"),
     "tied, two stages": ("tied, two stages", "tied, unlike stages"),
