@@ -97,18 +97,25 @@ def measured(plan: Plan) -> float:
     """The bubble of a step that this rank and the others run."""
     passes: list[tuple[float, float]] = []
 
-    def stretched(work: Any, seconds: float, *arguments: Any, **keywords: Any) -> Any:
+    def stretched(work: Any, least_s: float, *arguments: Any, **keywords: Any) -> Any:
         started_s = time.perf_counter()
         found = work(*arguments, **keywords)
-        time.sleep(max(0.0, started_s + seconds - time.perf_counter()))
+        time.sleep(max(0.0, started_s + least_s - time.perf_counter()))
         passes.append((started_s, time.perf_counter()))
         return found
 
-    def stretch(name: str, seconds: float) -> Any:
-        work = getattr(PipelinePart, name)
-        return lambda *arguments, **keywords: stretched(work, seconds, *arguments, **keywords)
+    seconds = seconds_of(plan)
 
-    with mock.patch.multiple(PipelinePart, **{name: stretch(name, each) for name, each in seconds_of(plan).items()}):
+    def stretch(name: str) -> Any:
+        work, whole_s = getattr(PipelinePart, name), seconds[name] + seconds.get("backward_weight_one_chunk", 0.0)
+
+        def stretched_pass(*arguments: Any, **keywords: Any) -> Any:
+            is_whole = keywords.get("full_backward", False)  # of DualPipeV: a backward pass with its weight pass
+            return stretched(work, whole_s if is_whole else seconds[name], *arguments, **keywords)
+
+        return stretched_pass
+
+    with mock.patch.multiple(PipelinePart, **{name: stretch(name) for name in seconds}):
         model = parallelize(build_model(plan.chain(), seed=0), plan)
         for _ in range(WARM_UP + 1):
             passes.clear()

@@ -23,6 +23,7 @@ from torch.distributed.pipelining import (
 from steelyard.errors import InvalidPlanError
 from steelyard.schedules import SCHEDULES, Phase
 from steelyard.schedules.interleaved import microbatches_per_round
+from steelyard.schedules.pass_rows import received_ahead, with_transfers
 from tests.schedules.examples import pipeline
 
 Passes = list[tuple[str, int, int]]
@@ -184,6 +185,9 @@ def test_no_more_is_received_ahead_in_a_v_than_the_schedule_says(schedule: str) 
     for num_stages, num_microbatches in MOST_IN_A_V:
         played = played_in_a_v(schedule, num_stages, num_microbatches)
         where = pipeline(num_stages, num_microbatches, schedule, 2)
+        for stage, row in enumerate(with_transfers(where) if played else ()):
+            found, most = received_ahead(row), where.schedule.received_ahead(where, stage)
+            assert all(count <= limit for count, limit in zip(found, most, strict=True))
         for stage, actions in (played.pipeline_order_with_comms if played else {}).items():
             held: dict[str, set[tuple[int, int]]] = {"F": set(), "B": set()}
             for kind, *place in alone(actions):
@@ -191,8 +195,9 @@ def test_no_more_is_received_ahead_in_a_v_than_the_schedule_says(schedule: str) 
                     held[kind[-1]].add((place[0], place[1]))
                 elif kind in "FIW":
                     held[{"F": "F"}.get(kind, "B")].discard((place[0], place[1]))
-                    counts = len(held["F"]), len(held["B"])
-                    assert counts <= where.schedule.received_ahead(where, stage)
+                    most = where.schedule.received_ahead(where, stage)
+                    assert len(held["F"]) <= most[0]
+                    assert len(held["B"]) <= most[1]
 
 
 @pytest.mark.parametrize("schedule", IN_A_V)

@@ -401,7 +401,7 @@ class ParallelModel:
             loss_fn=lambda loss, _labels: self._scaled(loss),
             scale_grads=False,
         )
-        if chosen.orders_by_time:
+        if chosen.runs_as_rows:
             rows = with_transfers(plan.pipeline)
             with NamedTemporaryFile("w", suffix=".csv") as file:
                 file.writelines(",".join(row) + "\n" for row in rows)

@@ -2,9 +2,11 @@ r"""DualPipeV: chunks in a V as under ZB-V, and pairs of a forward and a backwar
 
 DeepSeek's DualPipe runs the forward pass of one microbatch and the backward pass of another at once, so that the
 communication of one overlaps the computation of the other. Here, as with torch's stages, the two passes of a pair run
-one after the other on one rank: the order is that of DualPipeV, but nothing overlaps inside a pair. Most weight passes
-follow their backward pass at once. Those of the warm-up and of the second half of the cool-down fill bubbles. A stage
-has at most $2P + 1$ passes in flight on $P$ stages, one more than under ZB-V, and needs $2P$ microbatches or more.
+one after the other on one rank: the order is that of DualPipeV, but nothing overlaps inside a pair. torch's class sends
+the results of both passes only after the pair, so the order runs as rows, with each send after its own pass. Most
+weight passes follow their backward pass at once. Those of the warm-up and of the second half of the cool-down fill
+bubbles. A stage has at most $2P + 1$ passes in flight on $P$ stages, one more than under ZB-V, and needs $2P$
+microbatches or more.
 
 Not exported to other engines, for the reasons of ZB-V: torchtitan's ``DualPipeV`` splits backward passes as torch does
 and overlaps passes inside a pair. Megatron-Core has no schedule with chunks in a V.
@@ -26,7 +28,8 @@ class DualPipeV(ZeroBubbleV):
 
     name = "dualpipe-v"
     title = "DualPipeV"
-    torch_name = "ScheduleDualPipeV"
+    torch_name = "_PipelineScheduleRuntime"
+    runs_as_rows = True
 
     def sequence(self, num_stages: int, num_microbatches: int, stage: int) -> Iterator[Pass]:
         """Yield the passes of a stage, in the eight steps of DualPipeV."""

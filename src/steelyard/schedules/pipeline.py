@@ -92,6 +92,8 @@ class Schedule(ABC):
     """Whether weight gradients are computed in separate passes."""
     orders_by_time: bool = False
     """Whether the order of passes depends on their times: it is then part of the plan."""
+    runs_as_rows: bool = False
+    """Whether torch runs the order as rows of passes and transfers (`steelyard.schedules.pass_rows`)."""
     why_not_everywhere: str = ""
     """Reason why the search skips some configurations that the schedule can run; empty if it skips none."""
     only_alone: bool = False

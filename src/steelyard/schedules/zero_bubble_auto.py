@@ -21,7 +21,7 @@ class ZeroBubbleAuto(InterleavedZeroBubble):
     name = "zero-bubble-auto"
     title = "zero-bubble in the best order found"
     torch_name = "_PipelineScheduleRuntime"
-    orders_by_time = True
+    orders_by_time = runs_as_rows = True
 
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
         """Return the passes of the plan's order, or else of interleaved zero-bubble."""
