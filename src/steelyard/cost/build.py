@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from steelyard.cost.layer_load import legal_counts, rank_samples, unmeasured_rea
 from steelyard.cost.memory import LayerRows, layer_rows, with_memory
 from steelyard.cost.switching import Switches
 from steelyard.cost.tables import CostTables, CrossLayerInput
+from steelyard.plan.dimensions.dimension import Levels
 from steelyard.plan.strategy import Strategy
 from steelyard.schedules import USUAL
 
@@ -33,11 +34,25 @@ class _StageCosts:
         self.legal = np.array([legal_counts(layer_type, strategies, config) for layer_type in self._layer_types])
         """[K, S, M]"""
         self._seconds: dict[int, NDArray[np.float64]] = {}
+        self._tied: dict[tuple[int, int, bool], NDArray[np.float64]] = {}
 
     @cached_property
     def switches(self) -> Switches:
         """Seconds of redistributions."""
         return Switches(self.strategies, self._config)
+
+    def tied_s(self, k: int, config: JobConfig, *, alike: bool = False) -> NDArray[np.float64]:
+        """Seconds [S] per step of summing the gradients of a tied matrix, as in `tied_s`."""
+        key = k, config.pipeline.num_stages, alike
+        if key not in self._tied:
+            of_levels: dict[Levels, float] = {}
+            for s in np.flatnonzero(self.legal[k].any(axis=1)).tolist():
+                levels = self.strategies[s].levels
+                if levels not in of_levels:
+                    seconds = tied_s(self._layer_types[k], self.strategies[s], config, alike=alike)
+                    of_levels[levels] = config.job.time_factor * seconds
+            self._tied[key] = np.array([of_levels.get(each.levels, 0.0) for each in self.strategies])
+        return self._tied[key]
 
     def seconds(self, k: int) -> NDArray[np.float64]:
         """Seconds [2, S, M] per microbatch, and once per step without tied matrices."""
@@ -84,9 +99,7 @@ class LayerCosts:
         tied = np.zeros((len(layer_types), len(self.strategies)))
         if config.job.chain.sums_tied:
             for place, layer_type in enumerate(layer_types):
-                for s in np.flatnonzero(self.legal[layer_type]).tolist():
-                    seconds = tied_s(config.job.chain.layer_types[layer_type], self.strategies[s], config, alike=alike)
-                    tied[place, s] = config.job.time_factor * seconds
+                tied[place] = self.legal[layer_type] * self.stage.tied_s(layer_type, config, alike=alike)
         microbatch_s, once_s = np.stack(
             [self.stage.seconds(layer_type)[:, :, self._place] for layer_type in layer_types], axis=1
         )
@@ -130,7 +143,7 @@ def build_tables(
     job, pipeline = config.job, config.pipeline
     costs = (known or KnownCosts()).of(config, strategies)
     has_chunks = pipeline.num_chunks > 1
-    sides = () if has_chunks or pooled else _tied_inputs(config, strategies, costs.legal)
+    sides = () if has_chunks or pooled else _tied_inputs(config, costs)
     nothing = np.zeros(costs.legal.shape, dtype=np.int64)
     tables = CostTables(
         pipeline=replace(pipeline, num_chunks=1, schedule=USUAL) if has_chunks else pipeline,
@@ -169,9 +182,7 @@ def _fill(tables: CostTables, config: JobConfig) -> float:
     return min(shares)
 
 
-def _tied_inputs(
-    config: JobConfig, strategies: tuple[Strategy, ...], legal: NDArray[np.bool_]
-) -> tuple[CrossLayerInput, ...]:
+def _tied_inputs(config: JobConfig, costs: LayerCosts) -> tuple[CrossLayerInput, ...]:
     """Extra cost of a tied matrix whose copies are sharded differently: each copy gathers its gradient.
 
     The gather of the first copy is split between the others, so the cost of three copies of which two are sharded
@@ -181,12 +192,11 @@ def _tied_inputs(
     if not chain.sums_tied or job.execution.keeps_own_buffers:
         return ()
     source, *readers = (layer for layer, _ in chain.shared[0].copies)
-    gathering_s = np.zeros(len(strategies))
-    for s in np.flatnonzero(legal[[chain.layers[layer] for layer in (source, *readers)]].any(axis=0)).tolist():
-        apart_s, alike_s = (tied_s(chain.type_of(source), strategies[s], config, alike=each) for each in (False, True))
-        gathering_s[s] = job.time_factor * max(0.0, apart_s - alike_s)
-    levels = list(dict.fromkeys(strategy.levels for strategy in strategies))
-    divided = np.array([levels.index(strategy.levels) for strategy in strategies], dtype=np.int64)
+    of_source = partial(costs.stage.tied_s, chain.layers[source], config)
+    legal = costs.legal[[chain.layers[layer] for layer in (source, *readers)]].any(axis=0)
+    gathering_s = np.where(legal, np.maximum(0.0, of_source(alike=False) - of_source(alike=True)), 0.0)
+    places: dict[Levels, int] = {}
+    divided = np.array([places.setdefault(each.levels, len(places)) for each in costs.strategies], dtype=np.int64)
     seconds = np.add.outer(gathering_s / len(readers), gathering_s) * (divided[:, None] != divided)
     return (CrossLayerInput(source=source, readers=tuple(readers), seconds=seconds / config.pipeline.num_microbatches),)
 

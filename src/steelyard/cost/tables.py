@@ -464,7 +464,7 @@ def _check_cross_layer_inputs(place: str, side: CrossLayerInput, num_layers: int
         raise InvalidProblemError(
             field=f"{place}.seconds", found=f"shape {side.seconds.shape}", expected=f"shape {shape}"
         )
-    if not np.all(np.isfinite(side.seconds)) or np.any(side.seconds < 0):
+    if not (side.seconds.min(initial=0) >= 0 and side.seconds.max(initial=0) < np.inf):
         raise InvalidProblemError(
             field=f"{place}.seconds",
             found="a negative or non-finite entry",
