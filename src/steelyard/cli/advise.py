@@ -1,31 +1,14 @@
 """``steelyard advise``: changes that make a job fit, with the memory that each saves; and the largest job that fits."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from dataclasses import asdict
+from typing import Annotated, Any
 
 from rich.table import Table
 from typing_extensions import TypedDict
 
+from steelyard.cli import options
 from steelyard.cli.levers import with_levers
-from steelyard.cli.options import (
-    AsJson,
-    ClusterOption,
-    EngineOption,
-    GlobalBatch,
-    Memory,
-    MemoryMargin,
-    Model,
-    NetworkOption,
-    PrecisionOption,
-    SeqLen,
-    check_choice,
-    complete_one_of,
-    option,
-    parse_precision,
-    print_json,
-    prints,
-    progress,
-)
 from steelyard.output import command
 from steelyard.plan.choices import Advice
 from steelyard.planning.advise import advise as advice_of
@@ -57,29 +40,26 @@ class Changes(TypedDict):
     untried: tuple[str, ...]
 
 
-@prints(Changes | Largest)
+_LARGEST = (
+    f"Find the largest that fits: {', '.join(kinds())} (batch: one microbatch; model: packaged models of MODEL's type)."
+)
+Most = Annotated[str | None, options.option("--max", "NAME", _LARGEST, autocompletion=options.complete_one_of(kinds()))]
+
+
+@options.prints(Changes | Largest)
 @with_levers
 def advise(
-    model: Model,
-    cluster: ClusterOption,
-    global_batch: GlobalBatch,
-    seq_len: SeqLen = None,
-    network: NetworkOption = None,
-    memory: Memory = None,
-    memory_margin: MemoryMargin = None,
-    precision: PrecisionOption = "bf16",
-    engine: EngineOption = None,
-    most: Annotated[
-        str | None,
-        option(
-            "--max",
-            "NAME",
-            f"Find the largest that fits: {', '.join(kinds())} (batch: one microbatch; model: packaged models of "
-            "MODEL's type).",
-            autocompletion=complete_one_of(kinds()),
-        ),
-    ] = None,
-    as_json: AsJson = False,
+    model: options.Model,
+    cluster: options.ClusterOption,
+    global_batch: options.GlobalBatch,
+    seq_len: options.SeqLen = None,
+    network: options.NetworkOption = None,
+    memory: options.Memory = None,
+    memory_margin: options.MemoryMargin = None,
+    precision: options.PrecisionOption = "bf16",
+    engine: options.EngineOption = None,
+    most: Most = None,
+    as_json: options.AsJson = False,
     *,
     levers: Mapping[str, str | None],
 ) -> None:
@@ -94,32 +74,32 @@ def advise(
             network=network,
             memory=memory,
             memory_margin=memory_margin,
-            precision=parse_precision(precision),
+            precision=options.parse_precision(precision),
             engine=engine,
             levers=levers,
         )
 
-    with progress("counting the model's layers", silent=as_json) as show:
+    with options.progress("counting the model's layers", silent=as_json) as show:
         if most is not None:
-            size = largest(check_choice("--max", most, kinds()), ask(levers), ask, progress=show)
+            size = largest(options.check_choice("--max", most, kinds()), ask(levers), ask, progress=show)
         else:
             own, found, left_out, untried = advice_of(ask(levers), progress=show)
     asked = {"--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len, "--network": network}
     asked |= {"--memory": memory, "--precision": None if precision == "bf16" else precision, "--engine": engine}
     asked |= {f"--{name}": text for name, text in levers.items()}
 
-    def plan_with(options: str, of: str = model) -> str:
-        words = options.split()
+    def plan_with(change: str, of: str = model) -> str:
+        words = change.split()
         given = asked | dict(zip(words[::2], words[1::2], strict=True))
         return command("plan", of, *(word for each, text in given.items() if text is not None for word in (each, text)))
 
     if most is not None:
         largest_model = str(size.size) if size.what == MODEL else model
-        print_json(size) if as_json else print(f"{_size_text(size)}: {plan_with(size.options, largest_model)}")
+        options.print_json(size) if as_json else print(f"{_size_text(size)}: {plan_with(size.options, largest_model)}")
         return
     if as_json:
         changes = [_content(each) for each in found]
-        print_json(Changes(asked=_content(own), changes=changes, left_out=left_out, untried=untried))
+        options.print_json(Changes(asked=_content(own), changes=changes, left_out=left_out, untried=untried))
         return
     console().print(_table(own, found))
     for each in left_out:
@@ -139,17 +119,9 @@ def _size_text(found: Largest) -> str:
     )
 
 
-def _content(advice: Advice) -> Change:
-    return Change(
-        options=advice.options,
-        result=advice.result,
-        least_bytes=advice.least_bytes,
-        saved_bytes=advice.saved_bytes,
-        step_s=advice.step_s if advice.fits else None,
-        slowdown=advice.slowdown if advice.fits else None,
-        missing_bytes=advice.missing_bytes,
-        fits=advice.fits,
-    )
+def _content(advice: Advice) -> Any:
+    never = {} if advice.fits else {"step_s": None, "slowdown": None}
+    return {**asdict(advice), **never, "fits": advice.fits}
 
 
 def _table(own: Advice, found: Sequence[Advice]) -> Table:
@@ -157,6 +129,6 @@ def _table(own: Advice, found: Sequence[Advice]) -> Table:
     table = plain_table("What to change", name("change"), *numbers, "effect on the result")
     table.caption, table.caption_justify = "Percentages compare with the job as asked and unlimited memory.", "left"
     for each in (own, *found):
-        options, *cells = advice_cells(each)
-        table.add_row(options.replace(" --", "\n--"), *cells)
+        change, *cells = advice_cells(each)
+        table.add_row(change.replace(" --", "\n--"), *cells)
     return table

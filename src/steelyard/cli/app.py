@@ -18,20 +18,8 @@ from steelyard.processes.stop import EndedError, StoppedError
 COMMANDS = {
     name: name
     for name in (
-        *(
-            "plan",
-            "price",
-            "advise",
-            "frontier",
-            "explore",
-            "solve",
-            "explain",
-            "diff",
-            "report",
-            "timeline",
-            "profile",
-        ),
-        *("check", "parity", "train", "measure", "export", "demo", "models"),
+        *("plan", "price", "advise", "frontier", "explore", "solve", "explain", "diff", "report"),
+        *("timeline", "profile", "check", "parity", "train", "measure", "export", "demo", "models"),
     )
 } | {"devices": "models", "links": "models", "schema": "schema", "mcp": "mcp"}
 """Module of each command, in the order of the help."""

@@ -8,20 +8,7 @@ from typing import Annotated
 import typer
 from typing_extensions import TypedDict
 
-from steelyard.cli.options import (
-    AsJson,
-    Builder,
-    Memory,
-    NetworkOption,
-    OtherCluster,
-    PlanFile,
-    ProfileOption,
-    count,
-    option,
-    print_json,
-    prints,
-    progress,
-)
+from steelyard.cli import options
 from steelyard.cost.job import stage_configs
 from steelyard.cost.predict import predict_host, predict_memory
 from steelyard.hardware import Backend
@@ -66,21 +53,21 @@ class Checked(TypedDict):
     ranks: list[RankMemory]
 
 
-@prints(Checked)
+_PROCESSES = "Ranks to run at once. Default: one per core."
+_EVERY = "Run all microbatches, not only distinct ones."
+
+
+@options.prints(Checked)
 def check(
-    path: PlanFile,
-    cluster: OtherCluster = None,
-    network: NetworkOption = None,
-    memory: Memory = None,
-    profile: ProfileOption = None,
-    processes: Annotated[
-        int | None, count("--processes", "Ranks to run at once. Default: one per core.", most=MOST_DEVICES)
-    ] = None,
-    every_microbatch: Annotated[
-        bool, option("--every-microbatch", None, "Run all microbatches, not only distinct ones.")
-    ] = False,
-    builder: Builder = None,
-    as_json: AsJson = False,
+    path: options.PlanFile,
+    cluster: options.OtherCluster = None,
+    network: options.NetworkOption = None,
+    memory: options.Memory = None,
+    profile: options.ProfileOption = None,
+    processes: Annotated[int | None, options.count("--processes", _PROCESSES, most=MOST_DEVICES)] = None,
+    every_microbatch: Annotated[bool, options.option("--every-microbatch", None, _EVERY)] = False,
+    builder: options.Builder = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Check that a plan fits: run every distinct rank on fake tensors. No GPU needed."""
     plan = read_plan(path)
@@ -93,7 +80,7 @@ def check(
     from steelyard.runtime.dry_run import distinct_ranks, dry_run_all
 
     with (
-        progress("building the model", silent=as_json) as show,
+        options.progress("building the model", silent=as_json) as show,
         changed_split_refused(plan.chain().split, partial(_own_split, plan, builder)),
     ):
         groups = distinct_ranks(plan, builder)
@@ -109,23 +96,22 @@ def check(
         ):
             found.append(each)
             show(f"{min(len(found) + 1, len(groups))} of {len(groups)} ranks on fake tensors")
-    checked: list[CheckedRank] = []
-    for group, rank in zip(groups, found, strict=True):
-        checked.append(
-            CheckedRank(
-                rank=group.rank,
-                stage=group.stage,
-                ranks=group.ranks,
-                terms=rank.later_steps.terms,
-                where=rank.later_steps.where,
-                first_step_bytes=rank.first_step.total_bytes,
-                wall_s=rank.wall_s,
-                budget=budgets[group.stage],
-                host_bytes=rank.host_bytes,
-            )
+    checked = [
+        CheckedRank(
+            rank=group.rank,
+            stage=group.stage,
+            ranks=group.ranks,
+            terms=rank.later_steps.terms,
+            where=rank.later_steps.where,
+            first_step_bytes=rank.first_step.total_bytes,
+            wall_s=rank.wall_s,
+            budget=budgets[group.stage],
+            host_bytes=rank.host_bytes,
         )
+        for group, rank in zip(groups, found, strict=True)
+    ]
     if as_json:
-        print_json(_as_json(checked))
+        options.print_json(_as_json(checked))
     else:
         console().print(check_view(plan, checked))
         for line in misfit_lines(checked):

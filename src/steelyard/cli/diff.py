@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, check_page, complete_one_of, option, print_json, prints, progress, tried
+from steelyard.cli import options
 from steelyard.engines import ENGINES, engine_of
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidPlanError, UserError
@@ -46,30 +46,24 @@ class Difference(TypedDict):
     layers: list[ChangedLayers]
 
 
-@prints(Difference)
+_SECOND = "Another plan file of the same model; leave it out with --engine."
+_ENGINE = "Compare with the best plan of this engine for the same request."
+Against = Annotated[
+    str | None, options.option("--engine", "NAME", _ENGINE, autocompletion=options.complete_one_of(ENGINES))
+]
+
+
+@options.prints(Difference)
 def diff(
     first: Annotated[Path, typer.Argument(help="Plan file.", metavar="FIRST")],
-    second: Annotated[
-        Path | None,
-        typer.Argument(help="Another plan file of the same model; leave it out with --engine.", metavar="[SECOND]"),
-    ] = None,
-    engine: Annotated[
-        str | None,
-        option(
-            "--engine",
-            "NAME",
-            "Compare with the best plan of this engine for the same request.",
-            autocompletion=complete_one_of(ENGINES),
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, option("--output -o", "FILE", "Write the comparison as an HTML page.", callback=tried)
-    ] = None,
-    as_json: AsJson = False,
+    second: Annotated[Path | None, typer.Argument(help=_SECOND, metavar="[SECOND]")] = None,
+    engine: Against = None,
+    output: Annotated[Path | None, options.written("Write the comparison as an HTML page.")] = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Compare two plans of a model: time and memory by term, and the layers that differ."""
     if output is not None:
-        check_page(output)
+        options.check_page(output)
     one = read_plan(first)
     if (second is None) == (engine is None):
         raise UserError(
@@ -78,7 +72,7 @@ def diff(
             expected="one of the two",
             hint=f"name a second plan file, or run {command('diff', first, '--engine', 'megatron')}",
         )
-    with progress("counting the model's layers", silent=as_json) as show:
+    with options.progress("counting the model's layers", silent=as_json) as show:
         other = read_plan(second) if second is not None else _by_engine(one, first, str(engine), show)
     if second is None:
         names = one.engine or NATIVE.name, other.engine or NATIVE.name
@@ -98,7 +92,7 @@ def diff(
             ChangedLayers(layers=(start, end), first=before, second=after)
             for start, end, before, after in changed_layers(one, other)
         ]
-        print_json(Difference(first=_terms(one), second=_terms(other), layers=changes))
+        options.print_json(Difference(first=_terms(one), second=_terms(other), layers=changes))
     else:
         console().print(compare_view(one, other, names if engine is not None else ("first", "second")))
         if output is not None:
@@ -126,8 +120,5 @@ def _terms(plan: Plan) -> PlanTerms:
     prediction = plan.prediction
     if prediction is None:
         return {}
-    return {
-        "step_time_s": prediction.step_time_s,
-        "time_s": step_terms(plan, prediction),
-        "memory_bytes": fullest_terms(prediction),
-    }
+    times, sizes = step_terms(plan, prediction), fullest_terms(prediction)
+    return {"step_time_s": prediction.step_time_s, "time_s": times, "memory_bytes": sizes}

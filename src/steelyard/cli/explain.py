@@ -33,6 +33,15 @@ class Explained(TypedDict):
     explanation: Explanation
 
 
+_FROM = (
+    "Explain the settings in a file of an engine: arguments of Megatron, a TOML or configuration function of "
+    "torchtitan, JSON of DeepSpeed. Needs --cluster."
+)
+_WHY = "Cost of another choice: fsdp, fsdp8, tp=8, stages=4, 'blocks 0-3: remat=full', or a plan file."
+_RECORD = "Record of `train`: name slow ranks and the gain of planning around them."
+_ALL = "Also list all that lost, was dominated or was not searched, with reasons."
+
+
 @options.prints(Explained)
 def explain(
     path: Annotated[Path, typer.Argument(help="Plan file; with --from the model.", metavar="PLAN|MODEL")],
@@ -41,36 +50,13 @@ def explain(
     engine: options.EngineOption = None,
     memory: options.Memory = None,
     profile: options.ProfileOption = None,
-    source: Annotated[
-        Path | None,
-        options.option(
-            "--from",
-            "FILE",
-            "Explain the settings in a file of an engine: arguments of Megatron, a TOML or configuration function "
-            "of torchtitan, JSON of DeepSpeed. Needs --cluster.",
-        ),
-    ] = None,
+    source: Annotated[Path | None, options.option("--from", "FILE", _FROM)] = None,
     global_batch: options.FileBatch = None,
     seq_len: options.FileSeqLen = None,
-    why: Annotated[
-        str | None,
-        options.option(
-            "--why-not",
-            "TEXT",
-            "Cost of another choice: fsdp, fsdp8, tp=8, stages=4, 'blocks 0-3: remat=full', or a plan file.",
-        ),
-    ] = None,
-    record: Annotated[
-        Path | None,
-        options.option("--record", "FILE", "Record of `train`: name slow ranks and the gain of planning around them."),
-    ] = None,
-    everything: Annotated[
-        bool, options.option("--all", None, "Also list all that lost, was dominated or was not searched, with reasons.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        options.option("--output -o", "FILE", "Write the plan with predictions to this file.", callback=options.tried),
-    ] = None,
+    why: Annotated[str | None, options.option("--why-not", "TEXT", _WHY)] = None,
+    record: Annotated[Path | None, options.option("--record", "FILE", _RECORD)] = None,
+    everything: Annotated[bool, options.option("--all", None, _ALL)] = False,
+    output: Annotated[Path | None, options.written("Write the plan with predictions to this file.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Explain a plan: why it wins, what limits it, the cost of other choices, and the value of more memory."""

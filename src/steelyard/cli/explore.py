@@ -9,7 +9,6 @@ import typer
 from steelyard.cli import options
 from steelyard.cli.frontier import parse_counts
 from steelyard.cli.levers import with_levers
-from steelyard.limits import MOST_PRICE, MOST_SECONDS
 from steelyard.output import command, write_file
 from steelyard.plan.choices import Exploration
 from steelyard.planning.explore import LIMIT_S
@@ -19,6 +18,9 @@ from steelyard.report.html import explore_page
 from steelyard.units import format_bytes
 
 Size = Literal["seq-len", "global-batch"]
+_VARY = "Third slider: seq-len or global-batch."
+_DEVICES = "Device counts, as in 8,16,32. Default: also half and twice as many."
+_TIME_LIMIT = "CPU seconds for all searches; the page names what is not solved by then."
 
 
 @options.prints(Exploration)
@@ -27,9 +29,7 @@ def explore(
     model: options.Model,
     cluster: options.ClusterOption,
     global_batch: options.GlobalBatch,
-    output: Annotated[
-        Path, options.option("--output -o", "FILE", "Write the page (.html) to this file.", callback=options.tried)
-    ],
+    output: Annotated[Path, options.written("Write the page (.html) to this file.")],
     seq_len: options.SeqLen = None,
     network: options.NetworkOption = None,
     memory: options.Memory = None,
@@ -37,36 +37,10 @@ def explore(
     precision: options.PrecisionOption = "bf16",
     engine: options.EngineOption = None,
     profile: options.ProfileOption = None,
-    vary: Annotated[
-        str,
-        options.option("--vary", "NAME", "Third slider: seq-len or global-batch.", options.SEARCH),
-    ] = "seq-len",
-    devices: Annotated[
-        str | None,
-        options.option(
-            "--devices", "LIST", "Device counts, as in 8,16,32. Default: also half and twice as many.", options.SEARCH
-        ),
-    ] = None,
-    price: Annotated[
-        float | None,
-        options.option(
-            "--price",
-            "DOLLARS",
-            "Dollars per device-hour: adds the cost of tokens.",
-            options.BUDGET,
-            parser=options.real("--price", 0, MOST_PRICE, "2.5"),
-        ),
-    ] = None,
-    time_limit: Annotated[
-        float,
-        options.option(
-            "--time-limit",
-            "SECONDS",
-            "CPU seconds for all searches; the page names what is not solved by then.",
-            options.SEARCH,
-            parser=options.real("--time-limit", 0, MOST_SECONDS, "60"),
-        ),
-    ] = LIMIT_S,
+    vary: Annotated[str, options.option("--vary", "NAME", _VARY, options.SEARCH)] = "seq-len",
+    devices: Annotated[str | None, options.option("--devices", "LIST", _DEVICES, options.SEARCH)] = None,
+    price: Annotated[float | None, options.price("Dollars per device-hour: adds the cost of tokens.")] = None,
+    time_limit: Annotated[float, options.seconds("--time-limit", _TIME_LIMIT)] = LIMIT_S,
     as_json: options.AsJson = False,
     *,
     levers: Mapping[str, str | None],

@@ -63,26 +63,17 @@ class Exported(TypedDict):
     files: dict[str, str]
 
 
+_TO = "Framework or launcher; list shows all."
+_OUTPUT = "File, or folder for all files. Default: print the first file."
+To = Annotated[str, options.option("--to", "NAME", _TO, autocompletion=options.complete_one_of(("list", *TARGETS)))]
+
+
 @options.prints(Exported | list[Listed])
 def export(
     path: Annotated[Path | None, typer.Argument(help="Plan file.", metavar="PLAN", show_default=False)] = None,
-    to: Annotated[
-        str,
-        options.option(
-            "--to",
-            "NAME",
-            "Framework or launcher; list shows all.",
-            autocompletion=options.complete_one_of(("list", *TARGETS)),
-        ),
-    ] = "list",
+    to: To = "list",
     output: Annotated[
-        Path | None,
-        options.option(
-            "--output -o",
-            "PATH",
-            "File, or folder for all files. Default: print the first file.",
-            callback=options.tried_file_or_folder,
-        ),
+        Path | None, options.option("--output -o", "PATH", _OUTPUT, callback=options.tried_file_or_folder)
     ] = None,
     cluster: options.OtherCluster = None,
     network: options.NetworkOption = None,
@@ -269,34 +260,25 @@ def _content(exported: Draft, fitted: FittedPlan, target: Target, headline: str,
 
 
 def _print_targets(as_json: bool) -> None:
+    listed: list[Listed] = [
+        {
+            "target": target.name,
+            "software": target.software,
+            "summary": target.summary,
+            "capabilities": _capabilities_content(ENGINE_OF_TARGET[target.name].capabilities),
+            "levers": tuple(LEVERS if target.starts_steelyard else ENGINE_OF_TARGET[target.name].levers),
+        }
+        for target in TARGETS.values()
+    ]
     if as_json:
-        options.print_json(
-            [
-                {
-                    "target": target.name,
-                    "software": target.software,
-                    "summary": target.summary,
-                    "capabilities": _capabilities_content(ENGINE_OF_TARGET[target.name].capabilities),
-                    "levers": _levers(target),
-                }
-                for target in TARGETS.values()
-            ]
-        )
+        options.print_json(listed)
         return
     console = Console(highlight=False, soft_wrap=True)
-    for target in TARGETS.values():
-        capabilities = _capabilities_content(ENGINE_OF_TARGET[target.name].capabilities)
-        console.print(f"[bold]{target.name}[/bold]  {target.software}")
-        console.print(
-            f"  strategies: {capabilities['strategies']}; remat: {capabilities['remat']}; "
-            f"pipeline: {capabilities['pipeline']}"
-            + (f"; levers: {', '.join(_levers(target))}" if _levers(target) else "")
-        )
-        console.print(f"  writes {target.summary}", style="dim")
-
-
-def _levers(target: Target) -> tuple[str, ...]:
-    return tuple(LEVERS) if target.starts_steelyard else tuple(ENGINE_OF_TARGET[target.name].levers)
+    for each in listed:
+        console.print(f"[bold]{each['target']}[/bold]  {each['software']}")
+        words = [f"{name}: {text}" for name, text in each["capabilities"].items()]
+        console.print("  " + "; ".join([*words, *([f"levers: {', '.join(each['levers'])}"] if each["levers"] else [])]))
+        console.print(f"  writes {each['summary']}", style="dim")
 
 
 def _capabilities_content(capabilities: Capabilities) -> Abilities:

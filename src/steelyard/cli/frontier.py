@@ -25,6 +25,11 @@ from steelyard.search import TIME_LIMIT_S
 
 POINTS = 16
 MOST_COUNTS = 32
+_DEVICES = "Device counts to compare, as in 8,16,32. Default: some around the cluster's."
+_PRICE = (
+    "Price per device-hour: adds the cost of tokens. By device type, as in h100-80gb=2.5,a100-40gb=1.1: "
+    "compares all parts of the cluster."
+)
 
 
 @options.prints(TradeOffs)
@@ -35,44 +40,15 @@ def frontier(
     global_batch: options.GlobalBatch,
     seq_len: options.SeqLen = None,
     network: options.NetworkOption = None,
-    output: Annotated[
-        Path | None, options.option("--output -o", "FILE", "Write the figures as an HTML page.", callback=options.tried)
-    ] = None,
+    output: Annotated[Path | None, options.written("Write the figures as an HTML page.")] = None,
     memory: options.Memory = None,
     memory_margin: options.MemoryMargin = None,
     precision: options.PrecisionOption = "bf16",
     profile: options.ProfileOption = None,
     imbalance: options.Imbalance = ASSUMED_IMBALANCE,
-    points: Annotated[
-        int,
-        options.count(
-            "--points",
-            "Number of memory budgets to search.",
-            options.SEARCH,
-            most=options.MOST_POINTS,
-            least=3,
-            example="16",
-        ),
-    ] = POINTS,
-    devices: Annotated[
-        str | None,
-        options.option(
-            "--devices",
-            "COUNTS",
-            "Device counts to compare, as in 8,16,32. Default: some around the cluster's.",
-            options.CLUSTER,
-        ),
-    ] = None,
-    price: Annotated[
-        str | None,
-        options.option(
-            "--price",
-            "PRICE",
-            "Price per device-hour: adds the cost of tokens. By device type, as in h100-80gb=2.5,a100-40gb=1.1: "
-            "compares all parts of the cluster.",
-            options.BUDGET,
-        ),
-    ] = None,
+    points: Annotated[int, options.points("Number of memory budgets to search.", "16", options.SEARCH)] = POINTS,
+    devices: Annotated[str | None, options.option("--devices", "COUNTS", _DEVICES, options.CLUSTER)] = None,
+    price: Annotated[str | None, options.option("--price", "PRICE", _PRICE, options.BUDGET)] = None,
     max_tp: options.MaxTp = None,
     engine: options.EngineOption = None,
     time_limit: options.TimeLimit = TIME_LIMIT_S,

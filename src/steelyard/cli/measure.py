@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, Builder, EngineOption, PlanFile, count, option, print_json, prints, tried
+from steelyard.cli import options
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.installed import require_training
@@ -44,27 +44,27 @@ class Measured(TypedDict):
     written: str | None
 
 
-@prints(Measured)
+_ALTERNATIVES = "Also run the next best plans in the file."
+_STEPS = "Training steps per plan; the first 3 are not timed."
+_OUTPUT = "Write the fastest plan to this file. Default: PLAN.best.json."
+_FOLDER = "Folder for plans and records. Default: PLAN.measured."
+_DEVICE = "gpu or cpu: run on it even if the plan is for the other."
+
+
+@options.prints(Measured)
 def measure(
-    path: PlanFile,
-    alternatives: Annotated[bool, option("--alternatives", None, "Also run the next best plans in the file.")] = False,
-    steps: Annotated[
-        int, count("--steps", "Training steps per plan; the first 3 are not timed.", most=MOST_STEPS)
-    ] = STEPS,
-    data: Annotated[Path, option("--data", "PATH", f"{DATA_HELP[0].upper()}{DATA_HELP[1:]}.")] = Path("synthetic"),
-    output: Annotated[
-        Path | None,
-        option("--output -o", "FILE", "Write the fastest plan to this file. Default: PLAN.best.json.", callback=tried),
-    ] = None,
-    folder: Annotated[
-        Path | None, option("--folder", "FOLDER", "Folder for plans and records. Default: PLAN.measured.")
-    ] = None,
-    builder: Builder = None,
-    device: Annotated[
-        str | None, option("--device", "NAME", "gpu or cpu: run on it even if the plan is for the other.")
-    ] = None,
-    engine: EngineOption = None,
-    as_json: AsJson = False,
+    path: options.PlanFile,
+    alternatives: Annotated[bool, options.option("--alternatives", None, _ALTERNATIVES)] = False,
+    steps: Annotated[int, options.count("--steps", _STEPS, most=MOST_STEPS)] = STEPS,
+    data: Annotated[Path, options.option("--data", "PATH", f"{DATA_HELP[0].upper()}{DATA_HELP[1:]}.")] = Path(
+        "synthetic"
+    ),
+    output: Annotated[Path | None, options.written(_OUTPUT)] = None,
+    folder: Annotated[Path | None, options.option("--folder", "FOLDER", _FOLDER)] = None,
+    builder: options.Builder = None,
+    device: Annotated[str | None, options.option("--device", "NAME", _DEVICE)] = None,
+    engine: options.EngineOption = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Run a few steps of a plan on this host, with --alternatives also of the next best plans, and keep the fastest."""
     plan = read_plan(path)
@@ -89,8 +89,8 @@ def measure(
 
     kept = folder or path.with_suffix(".measured")
     make_folder(kept, "--folder")
-    options = TrainOptions(steps=steps, builder=builder, device=device)
-    trials = run_trials(contenders, data, options, folder=kept, stdout_to_stderr=as_json)
+    given = TrainOptions(steps=steps, builder=builder, device=device)
+    trials = run_trials(contenders, data, given, folder=kept, stdout_to_stderr=as_json)
     best = fastest(trials)
     target = output or path.with_suffix(".best.json")
     if best is not None:
@@ -109,7 +109,7 @@ def measure(
             for number, trial in enumerate(trials)
         ]
         number, written = (None, None) if best is None else (trials.index(best), str(target))
-        print_json(Measured(trials=tried_plans, best=number, written=written))
+        options.print_json(Measured(trials=tried_plans, best=number, written=written))
     else:
         _print_trials(trials, best, kept, target, builder)
     if best is None:

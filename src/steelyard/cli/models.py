@@ -82,18 +82,9 @@ def devices(as_json: AsJson = False) -> None:
     table, content = _table("device", "memory", "bf16 or fp16 TFLOP/s", "efficiency"), []
     for device in known_devices():
         rates = None if device.needs_profile else catalogue_rates(device.name)
-        content.append(
-            {
-                "name": device.name,
-                "kind": device.type,
-                "backend": device.backend,
-                "memory_bytes": device.memory_bytes,
-                "peak_flop_per_s": dict(device.peak_flop_per_s),
-                "host_bytes_per_s": device.host_bytes_per_s,
-                "rates": rates and rates.model_dump(mode="json"),
-                "source": device.source,
-            }
-        )
+        same = ("backend", "memory_bytes", "peak_flop_per_s", "host_bytes_per_s")
+        known = {"name": device.name, "kind": device.type} | {each: getattr(device, each) for each in same}
+        content.append(known | {"rates": rates and rates.model_dump(mode="json"), "source": device.source})
         peak = device.peak_flop_per_s.get("bf16", device.peak_flop_per_s.get("fp16"))
         table.add_row(
             device.name,

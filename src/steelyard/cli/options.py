@@ -215,6 +215,21 @@ def count(flags: str, text: str, group: str | None = None, *, most: int, metavar
     return option(flags, metavar, text, group, parser=whole(flags.split(maxsplit=1)[0], most, **number))
 
 
+def seconds(flag: str, text: str, example: str = "60") -> Any:
+    """Return an option of the search that is a number of seconds."""
+    return option(flag, "SECONDS", text, SEARCH, parser=real(flag, 0, limits.MOST_SECONDS, example))
+
+
+def points(text: str, example: str, group: str | None = None) -> Any:
+    """Return the option for the number of memory budgets of a frontier."""
+    return count("--points", text, group, most=1000, least=3, example=example)
+
+
+def price(text: str) -> Any:
+    """Return the option for the price of a device-hour in dollars."""
+    return option("--price", "DOLLARS", text, BUDGET, parser=real("--price", 0, limits.MOST_PRICE, "2.5"))
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -237,6 +252,8 @@ FileSeqLen = Annotated[int | None, count("--seq-len", "For --from: tokens per sa
 _SAMPLES: Any = {"most": limits.MOST_SAMPLES, "kilo": 1024, "example": "64", "metavar": "SAMPLES"}
 GlobalBatch = Annotated[int, count("--global-batch", "Samples per step over all devices.", **_SAMPLES)]
 FileBatch = Annotated[int | None, count("--global-batch", "For --from: batch, if not in the file.", **_SAMPLES)]
+_PROFILED = "Measure the micro-batch sizes that plans of this batch can use."
+ProfiledBatch = Annotated[int | None, count("--global-batch", _PROFILED, **_SAMPLES)]
 _PRECISION = "bf16, fp16 (with loss scaling), fp32; for engines that have them fp8, fp8-block, mxfp8, nvfp4."
 PrecisionOption = Annotated[str, option("--precision", "NAME", _PRECISION)]
 _ENGINE = (
@@ -266,13 +283,9 @@ ProfileOption = Annotated[str | None, option("--profile", "FILE", _PROFILE, CLUS
 MaxTp = Annotated[
     int | None, count("--max-tp", "Largest tensor-parallel degree to search.", SEARCH, most=limits.MOST_DEVICES)
 ]
-_LIMIT = "CPU seconds after which the search returns the best plan so far."
 TimeLimit = Annotated[
-    float,
-    option("--time-limit", "SECONDS", _LIMIT, SEARCH, parser=real("--time-limit", 0, limits.MOST_SECONDS, "60")),
+    float, seconds("--time-limit", "CPU seconds after which the search returns the best plan so far.")
 ]
-MOST_POINTS = 1000
-"""Maximum number of budgets of a frontier."""
 AsJson = Annotated[bool, option("--json", None, "Print JSON.", OUTPUT)]
 Verbose = Annotated[bool, option("--verbose -v", None, "Also show all tables: stages, cost by term, plans that lost.")]
 _BUILDER = "FILE.py:FUNCTION of the plan's own module; the file is run."
@@ -298,6 +311,11 @@ def tried(context: typer.Context, parameter: typer.CallbackParam, path: Path | N
     if path is not None and not context.resilient_parsing:
         check_file(path, parameter.opts[0])
     return path
+
+
+def written(text: str, **more: Any) -> Any:
+    """Return the option for an output file, which is tried before any work."""
+    return option("--output -o", "FILE", text, callback=tried, **more)
 
 
 def is_file_name(path: Path) -> bool:
@@ -361,9 +379,7 @@ _LENGTH = _SEQ_LEN.replace("4k.", "4k, or max: the longest that fits.")
 Length = Annotated[
     Any, option("--seq-len", "TOKENS|max", _LENGTH, parser=whole_or_max("--seq-len", limits.MOST_TOKENS, "4096"))
 ]
-Output = Annotated[
-    Path | None, option("--output -o", "FILE", "Write the plan to this file, as in plan.json.", callback=tried)
-]
+Output = Annotated[Path | None, written("Write the plan to this file, as in plan.json.")]
 _IMAGE = "Pixels per side of all images, or HEIGHTxWIDTH, if the model reads any size. Default: from its config."
 ImageSize = Annotated[str | None, option("--image-size", "PIXELS", _IMAGE, MODEL)]
 _CALIBRATE = (
@@ -405,9 +421,6 @@ _FALLBACKS = "Number of plans with less memory to keep in the file, for `train` 
 Fallbacks = Annotated[int, count("--fallbacks", _FALLBACKS, OUTPUT, most=100, least=0)]
 _TOKENS = "Tokens of the whole training, as in 15T: adds days and device-hours."
 Tokens = Annotated[int | None, count("--tokens", _TOKENS, BUDGET, most=MOST_COUNT, example="15T", metavar="TOKENS")]
-_PRICE = "Dollars per device-hour: adds the cost of --tokens."
-Price = Annotated[
-    float | None, option("--price", "DOLLARS", _PRICE, BUDGET, parser=real("--price", 0, limits.MOST_PRICE, "2.5"))
-]
+Price = Annotated[float | None, price("Dollars per device-hour: adds the cost of --tokens.")]
 _PROBLEM = "Write the cost tables to this file, for `steelyard solve`."
 SaveProblem = Annotated[Path | None, option("--save-problem", "FILE", _PROBLEM, OUTPUT, callback=tried)]

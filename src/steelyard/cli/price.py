@@ -23,6 +23,12 @@ def _setting(flag: str, text: str, most: int, least: int = 1) -> Any:
     return options.count(flag, text, options.PARALLELISM, most=most, least=least, example="1")
 
 
+_ZERO = "Sharded over data ranks: 0 nothing, 1 optimizer, 2 also gradients, 3 also parameters."
+_SP = "Sequence parallelism with tp."
+_REMAT = "Activation checkpointing of blocks: none, selective, full."
+_REMAT_BLOCKS = "Number of blocks per chunk with full remat."
+
+
 @options.prints(Plan)
 @with_levers
 def price(
@@ -37,24 +43,10 @@ def price(
     vpp: Annotated[int, _setting("--vpp", "Virtual stages: chunks of the model per stage.", MOST_LAYERS)] = 1,
     ep: Annotated[int, _setting("--ep", "Expert-parallel degree.", MOST_DEVICES)] = 1,
     micro_batch: Annotated[int, _setting("--micro-batch", "Samples of a microbatch per rank.", MOST_SAMPLES)] = 1,
-    zero: Annotated[
-        int,
-        _setting(
-            "--zero", "Sharded over data ranks: 0 nothing, 1 optimizer, 2 also gradients, 3 also parameters.", 3, 0
-        ),
-    ] = 1,
-    sp: Annotated[
-        bool, options.option("--sp/--no-sp", None, "Sequence parallelism with tp.", options.PARALLELISM)
-    ] = True,
-    remat: Annotated[
-        str,
-        options.option(
-            "--remat", "NAME", "Activation checkpointing of blocks: none, selective, full.", options.PARALLELISM
-        ),
-    ] = "none",
-    remat_blocks: Annotated[
-        int | None, _setting("--remat-blocks", "Number of blocks per chunk with full remat.", MOST_LAYERS, 0)
-    ] = None,
+    zero: Annotated[int, _setting("--zero", _ZERO, 3, 0)] = 1,
+    sp: Annotated[bool, options.option("--sp/--no-sp", None, _SP, options.PARALLELISM)] = True,
+    remat: Annotated[str, options.option("--remat", "NAME", _REMAT, options.PARALLELISM)] = "none",
+    remat_blocks: Annotated[int | None, _setting("--remat-blocks", _REMAT_BLOCKS, MOST_LAYERS, 0)] = None,
     precision: options.PrecisionOption = "bf16",
     network: options.NetworkOption = None,
     memory: options.Memory = None,

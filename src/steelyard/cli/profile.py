@@ -6,22 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
+from steelyard.cli import options
 from steelyard.cli.levers import with_levers
-from steelyard.cli.options import (
-    AsJson,
-    Freezes,
-    Model,
-    PrecisionOption,
-    SeqLen,
-    built_module,
-    count,
-    option,
-    parse_precision,
-    print_json,
-    prints,
-    real,
-    tried,
-)
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.hardware.files import devices, is_same_device
 from steelyard.installed import require_training
@@ -44,42 +30,29 @@ MOST_MEASURED = 32
 BUDGET_S = 120.0
 
 
-@prints(Profile)
+_PROCESSES = "Processes on this host: one per GPU, or CPU processes."
+_SAMPLES = "Micro-batch sizes to measure. Default: 1,2,4."
+_BUDGET = "Approximate seconds to spend, start-up included."
+Budget = Annotated[
+    float, options.option("--budget", "SECONDS", _BUDGET, parser=options.real("--budget", 1, MOST_SECONDS, "120"))
+]
+_MERGE = "Profile of this model and machine to extend."
+
+
+@options.prints(Profile)
 @with_levers
 def profile(
-    model: Model,
-    output: Annotated[Path, option("--output -o", "FILE", "Write the profile to this file.", callback=tried)],
-    processes: Annotated[
-        int, count("--processes -n", "Processes on this host: one per GPU, or CPU processes.", most=MOST_DEVICES)
-    ],
-    seq_len: SeqLen = None,
-    samples: Annotated[
-        str | None, option("--samples", "COUNTS", "Micro-batch sizes to measure. Default: 1,2,4.")
-    ] = None,
-    global_batch: Annotated[
-        int | None,
-        count(
-            "--global-batch",
-            "Measure the micro-batch sizes that plans of this batch can use.",
-            most=MOST_SAMPLES,
-            kilo=1024,
-            example="64",
-            metavar="SAMPLES",
-        ),
-    ] = None,
-    precision: PrecisionOption = "bf16",
-    budget_s: Annotated[
-        float,
-        option(
-            "--budget",
-            "SECONDS",
-            "Approximate seconds to spend, start-up included.",
-            parser=real("--budget", 1, MOST_SECONDS, "120"),
-        ),
-    ] = BUDGET_S,
-    freeze: Freezes = None,
-    merge: Annotated[Path | None, option("--merge", "FILE", "Profile of this model and machine to extend.")] = None,
-    as_json: AsJson = False,
+    model: options.Model,
+    output: Annotated[Path, options.written("Write the profile to this file.")],
+    processes: Annotated[int, options.count("--processes -n", _PROCESSES, most=MOST_DEVICES)],
+    seq_len: options.SeqLen = None,
+    samples: Annotated[str | None, options.option("--samples", "COUNTS", _SAMPLES)] = None,
+    global_batch: options.ProfiledBatch = None,
+    precision: options.PrecisionOption = "bf16",
+    budget_s: Budget = BUDGET_S,
+    freeze: options.Freezes = None,
+    merge: Annotated[Path | None, options.option("--merge", "FILE", _MERGE)] = None,
+    as_json: options.AsJson = False,
     *,
     levers: Mapping[str, str | None],
 ) -> None:
@@ -92,14 +65,14 @@ def profile(
     from steelyard.tracer.cache import cached_trace
 
     began_s, sizes = time.time(), parse_samples(samples, global_batch)
-    own = built_module(model)
+    own = options.built_module(model)
     chain = changed_chain(load_model(model) if own is None else own.chain, Levers.of(levers), freeze or (), own)
     earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")
     degrees = divisors(processes)
     traced = cached_trace(
         chain,
         seq_len=chain.known_seq_len(seq_len),
-        precision=parse_precision(precision, LayerPrecision),
+        precision=options.parse_precision(precision, LayerPrecision),
         degrees=degrees,
         own=own,
     )
@@ -116,7 +89,7 @@ def profile(
         measured = merge_profiles(earlier, measured)
     write_file(output, dump_json(measured) + "\n", "--output")
     if as_json:
-        print_json(measured)
+        options.print_json(measured)
         return
     console().print(profile_view(measured))
     asked = [] if seq_len is None else ["--seq-len", str(seq_len)]

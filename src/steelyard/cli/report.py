@@ -10,7 +10,6 @@ from typing_extensions import TypedDict
 from steelyard.cli import options
 from steelyard.cost.predict import predict
 from steelyard.errors import UserError
-from steelyard.limits import MOST_SECONDS
 from steelyard.output import command, write_file
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
@@ -35,54 +34,32 @@ class Reported(TypedDict):
     notes: list[str]
 
 
+_RUN = "Record of `steelyard train`: shows measured values, too."
+_TIME_LIMIT = "CPU seconds for frontier and baselines. Default: no limit; 0: leave them out."
+_EXPLORE = (
+    "Seconds for a last part with sliders for memory, devices and sequence length (see steelyard explore). "
+    "0: leave it out."
+)
+_CONFIGS = "Search all pipeline configurations, or only that of the plan."
+
+
 @options.prints(Reported)
 def report(
     path: options.PlanFile,
-    output: Annotated[
-        Path, options.option("--output -o", "FILE", "Write the page (.html) to this file.", callback=options.tried)
-    ],
-    run: Annotated[
-        Path | None, options.option("--run", "FILE", "Record of `steelyard train`: shows measured values, too.")
-    ] = None,
+    output: Annotated[Path, options.written("Write the page (.html) to this file.")],
+    run: Annotated[Path | None, options.option("--run", "FILE", _RUN)] = None,
     cluster: options.OtherCluster = None,
     network: options.NetworkOption = None,
     engine: options.EngineOption = None,
     memory: options.Memory = None,
     profile: options.ProfileOption = None,
-    time_limit: Annotated[
-        float | None,
-        options.option(
-            "--time-limit",
-            "SECONDS",
-            "CPU seconds for frontier and baselines. Default: no limit; 0: leave them out.",
-            options.SEARCH,
-            parser=options.real("--time-limit", 0, MOST_SECONDS, "60"),
-        ),
-    ] = None,
-    explore: Annotated[
-        float,
-        options.option(
-            "--explore",
-            "SECONDS",
-            "Seconds for a last part with sliders for memory, devices and sequence length (see steelyard explore). "
-            "0: leave it out.",
-            options.SEARCH,
-            parser=options.real("--explore", 0, MOST_SECONDS, "52"),
-        ),
-    ] = 0,
-    all_configs: Annotated[
-        bool,
-        options.option(
-            "--all-settings/--own-setting",
-            None,
-            "Search all pipeline configurations, or only that of the plan.",
-            options.SEARCH,
-        ),
-    ] = True,
+    time_limit: Annotated[float | None, options.seconds("--time-limit", _TIME_LIMIT)] = None,
+    explore: Annotated[float, options.seconds("--explore", _EXPLORE, "52")] = 0,
+    all_configs: Annotated[bool, options.option("--all-settings/--own-setting", None, _CONFIGS, options.SEARCH)] = True,
     as_json: options.AsJson = False,
 ) -> None:
     """Write one offline page: the decision, time and memory by term, schedule, frontier, plans that lost."""
-    plan = read_plan(path)
+    plan, name = read_plan(path), shlex.quote(path.name)
     record = None if run is None else read_record(run, plan, path)
     with options.progress("counting the model's layers", silent=as_json) as show:
         given = Elsewhere(cluster=cluster, network=network, memory=memory, profile=profile, engine=engine)
@@ -90,9 +67,7 @@ def report(
         if isinstance(priced, str):
             nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
             note = f"Schedule, frontier and baselines are left out: {priced}."
-            found = ReportContents(
-                plan=plan, plan_file=shlex.quote(path.name), study=nothing, record=record, notes=(note,)
-            )
+            found = ReportContents(plan=plan, plan_file=name, study=nothing, record=record, notes=(note,))
         else:
             request, job = priced
             cost = predict(plan, job)
@@ -114,7 +89,7 @@ def report(
                 plan = with_cost(plan, job, cost)
             found = ReportContents(
                 plan=plan,
-                plan_file=shlex.quote(path.name),
+                plan_file=name,
                 job=job,
                 timeline=cost.timeline,
                 study=study,
@@ -124,16 +99,9 @@ def report(
         text = report_page(found)
     write_file(output, text, "--output")
     if as_json:
-        bubble_share = None if found.timeline is None else found.timeline.bubble_share()
-        options.print_json(
-            Reported(
-                plan=found.plan,
-                study=found.study,
-                bubble_share=bubble_share,
-                record=found.record,
-                notes=list(found.notes),
-            )
-        )
+        share, notes = None if found.timeline is None else found.timeline.bubble_share(), list(found.notes)
+        content = Reported(plan=found.plan, study=found.study, bubble_share=share, record=found.record, notes=notes)
+        options.print_json(content)
     else:
         print(f"Written to {output} ({format_bytes(len(text.encode()))}).")
 

@@ -6,7 +6,7 @@ from typing import Annotated, NotRequired
 import typer
 from typing_extensions import TypedDict
 
-from steelyard.cli.options import MOST_POINTS, AsJson, Memory, TimeLimit, count, option, print_json, prints, progress
+from steelyard.cli import options
 from steelyard.plan.choices import StrategyVerdict
 from steelyard.report.explain_view import solve_view, step_table, verdict_table
 from steelyard.report.tables import console
@@ -57,26 +57,24 @@ class Solved(TypedDict):
     verdicts: NotRequired[tuple[StrategyVerdict, ...]]
 
 
-@prints(Solved)
+_FILE = "Problem file, as `steelyard plan --save-problem` writes it."
+_ALL = "Also list illegal and dominated strategies, with reasons."
+
+
+@options.prints(Solved)
 def solve(
-    path: Annotated[
-        Path, typer.Argument(help="Problem file, as `steelyard plan --save-problem` writes it.", metavar="PROBLEM")
-    ],
-    memory: Memory = None,
-    time_limit: TimeLimit = TIME_LIMIT_S,
-    with_frontier: Annotated[bool, option("--frontier", None, "Also show time against memory.")] = False,
-    points: Annotated[
-        int, count("--points", "Number of memory budgets of --frontier.", most=MOST_POINTS, least=3, example="32")
-    ] = MAX_SEARCHES,
-    everything: Annotated[
-        bool, option("--all", None, "Also list illegal and dominated strategies, with reasons.")
-    ] = False,
-    as_json: AsJson = False,
+    path: Annotated[Path, typer.Argument(help=_FILE, metavar="PROBLEM")],
+    memory: options.Memory = None,
+    time_limit: options.TimeLimit = TIME_LIMIT_S,
+    with_frontier: Annotated[bool, options.option("--frontier", None, "Also show time against memory.")] = False,
+    points: Annotated[int, options.points("Number of memory budgets of --frontier.", "32")] = MAX_SEARCHES,
+    everything: Annotated[bool, options.option("--all", None, _ALL)] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Find the fastest plan for cost tables of your own."""
     problem = load_problem(path)
     budget = None if memory is None else parse_bytes(memory)
-    with progress("searching", silent=as_json):
+    with options.progress("searching", silent=as_json):
         result = solve_problem(problem, budget, time_limit_s=time_limit)
         frontier = (
             sampled_frontier(problem.configs, samples=problem.samples, max_searches=points, time_limit_s=time_limit)
@@ -86,7 +84,7 @@ def solve(
         shown = result.best or result.configs[0]
         verdicts = strategy_verdicts(shown.tables) if everything else ()
     if as_json:
-        print_json(_as_json(result, frontier, verdicts))
+        options.print_json(_as_json(result, frontier, verdicts))
     else:
         terminal = console()
         terminal.print(solve_view(problem.name, result))

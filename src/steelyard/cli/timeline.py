@@ -6,20 +6,7 @@ from typing import Annotated
 
 from typing_extensions import TypedDict
 
-from steelyard.cli.options import (
-    AsJson,
-    Memory,
-    NetworkOption,
-    OtherCluster,
-    PlanFile,
-    ProfileOption,
-    count,
-    option,
-    print_json,
-    prints,
-    progress,
-    tried,
-)
+from steelyard.cli import options
 from steelyard.cost.predict import layer_times, predict
 from steelyard.limits import MOST_MICROBATCHES
 from steelyard.output import write_file
@@ -43,30 +30,24 @@ class Shown(TypedDict):
     microbatches_shown: int
 
 
-@prints(Shown)
+_COUNT = "Number of microbatches to show, half first, half last. Default: all, as far as the file stays below 8 MB."
+Microbatches = Annotated[int | None, options.count("--microbatches", _COUNT, most=MOST_MICROBATCHES, least=2)]
+
+
+@options.prints(Shown)
 def timeline(
-    path: PlanFile,
-    output: Annotated[
-        Path, option("--output -o", "FILE", "Write the trace events (JSON) to this file.", callback=tried)
-    ],
-    microbatches: Annotated[
-        int | None,
-        count(
-            "--microbatches",
-            "Number of microbatches to show, half first, half last. Default: all, as far as the file stays below 8 MB.",
-            most=MOST_MICROBATCHES,
-            least=2,
-        ),
-    ] = None,
-    cluster: OtherCluster = None,
-    network: NetworkOption = None,
-    memory: Memory = None,
-    profile: ProfileOption = None,
-    as_json: AsJson = False,
+    path: options.PlanFile,
+    output: Annotated[Path, options.written("Write the trace events (JSON) to this file.")],
+    microbatches: Microbatches = None,
+    cluster: options.OtherCluster = None,
+    network: options.NetworkOption = None,
+    memory: options.Memory = None,
+    profile: options.ProfileOption = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Write the simulated timeline of a step for ui.perfetto.dev: passes with layers, sends and bubbles."""
     plan = read_plan(path)
-    with progress("counting the model's layers", silent=as_json):
+    with options.progress("counting the model's layers", silent=as_json):
         given = Elsewhere(cluster=cluster, network=network, memory=memory, profile=profile)
         job = job_of(request_of_plan(plan, folder=path.parent, **given))
     cost, layers = predict(plan, job), layer_times(plan, job)
@@ -77,7 +58,7 @@ def timeline(
     write_file(output, text + "\n", "--output")
     shown = content["otherData"]
     if as_json:
-        print_json(shown)
+        options.print_json(shown)
         return
     print(
         f"{format_seconds(cost.step_time_s)} per step in simulation ({plan.schedule}), "

@@ -24,15 +24,8 @@ FAULTS = "Failures"
 _GROUPS = {
     "Optimizer": ("warmup_steps", "schedule", "min_lr", "betas", "optimizer", "weight_decay", "max_grad_norm", "seed"),
     "Data": (
-        "dataset",
-        "sft",
-        "packing",
-        "tokenizer",
-        "text_key",
-        "max_data_bytes",
-        "eval_data",
-        "eval_every",
-        "mask_token",
+        *("dataset", "sft", "packing", "tokenizer", "text_key"),
+        *("max_data_bytes", "eval_data", "eval_every", "mask_token"),
     ),
     "Checkpoints and weights": (
         *("checkpoint_every", "keep_last", "no_resume", "allow_change"),
@@ -48,6 +41,9 @@ _GROUPS = {
 """Groups of options in the help; options in no group are common and come first."""
 _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
 _METAVARS = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
+_RESTARTS = "Number of restarts from the newest checkpoint after a failed process."
+_HOSTS = "For --elastic: minimum and maximum number of hosts, as in 1:2."
+_RENDEZVOUS = "For --hosts: address of the rendezvous on one of the hosts."
 
 
 def _sentence(text: str) -> str:
@@ -58,24 +54,9 @@ def _sentence(text: str) -> str:
 def train(
     path: PlanFile,
     data: Annotated[Path | None, option("--data", "PATH", _sentence(DATA_HELP))] = None,
-    restarts: Annotated[
-        int,
-        count(
-            "--restarts",
-            "Number of restarts from the newest checkpoint after a failed process.",
-            FAULTS,
-            most=MOST_STEPS,
-            least=0,
-        ),
-    ] = 0,
-    hosts: Annotated[
-        str | None,
-        option("--hosts", "MIN:MAX", "For --elastic: minimum and maximum number of hosts, as in 1:2.", FAULTS),
-    ] = None,
-    rendezvous: Annotated[
-        str | None,
-        option("--rendezvous", "HOST:PORT", "For --hosts: address of the rendezvous on one of the hosts.", FAULTS),
-    ] = None,
+    restarts: Annotated[int, count("--restarts", _RESTARTS, FAULTS, most=MOST_STEPS, least=0)] = 0,
+    hosts: Annotated[str | None, option("--hosts", "MIN:MAX", _HOSTS, FAULTS)] = None,
+    rendezvous: Annotated[str | None, option("--rendezvous", "HOST:PORT", _RENDEZVOUS, FAULTS)] = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
