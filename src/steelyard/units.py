@@ -49,17 +49,7 @@ MB = 10**6
 GB = 10**9
 TERA = 10**12
 
-_SUFFIX_BYTES = {
-    "b": 1,
-    "kb": KB,
-    "mb": MB,
-    "gb": GB,
-    "tb": TERA,
-    "kib": KIB,
-    "mib": MIB,
-    "gib": GIB,
-    "tib": 1024**4,
-}
+_SUFFIX_BYTES = {"b": 1, "kb": KB, "mb": MB, "gb": GB, "tb": TERA, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024**4}
 MOST_COUNT = 10**18
 """Maximum number of tokens of a training, more than exist and small enough for 64 bits."""
 LEAST_BYTES = 10**6

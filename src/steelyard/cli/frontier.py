@@ -90,11 +90,7 @@ def frontier(
             found = _offers(request, prices, show)
         else:
             found = find_trade_offs(
-                request,
-                max_searches=points,
-                device_counts=counts,
-                price_per_device_hour=prices,
-                progress=show,
+                request, max_searches=points, device_counts=counts, price_per_device_hour=prices, progress=show
             )
     if output is not None:
         write_file(output, frontier_page(found), "--output")

@@ -273,8 +273,7 @@ _MEMORY = "Memory budget per device, as in 80GB or 20GiB. Default: all memory."
 Memory = Annotated[str | None, option("--memory", "SIZE", _MEMORY)]
 _MARGIN = "Fraction of device memory to keep free. Default: 0.05, 0 with --memory. Ignored if nothing fits otherwise."
 MemoryMargin = Annotated[
-    float | None,
-    option("--memory-margin", "FRACTION", _MARGIN, BUDGET, parser=real("--memory-margin", 0, 0.9, "0.05")),
+    float | None, option("--memory-margin", "FRACTION", _MARGIN, BUDGET, parser=real("--memory-margin", 0, 0.9, "0.05"))
 ]
 _IMBALANCE = "Load of the busiest expert rank relative to the mean (assumed; training reports the measured value)."
 Imbalance = Annotated[float, option("--imbalance", "RATIO", _IMBALANCE, MODEL)]

@@ -55,7 +55,7 @@ def _write(request: Request) -> Draft:
     meeting = " --machine_rank RANK --main_process_ip FIRST_HOST" if several else ""
     usage = [
         f"in train.py: Accelerator(gradient_accumulation_steps={view.pipeline.num_microbatches}), a DataLoader of "
-        f"{format_plural(view.microbatch_per_rank, 'sample')} of {view.seq_len} tokens",
+        f"{format_plural(view.microbatch_per_rank, 'sample')} of {view.seq_len} tokens"
     ]
     if view.tp > 1:
         usage.append(

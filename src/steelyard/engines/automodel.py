@@ -24,15 +24,7 @@ from steelyard.engines.engine import Engine, Taken
 from steelyard.engines.execution import FUSED, Execution
 from steelyard.engines.megatron_bridge import TE_SPEEDUP
 from steelyard.engines.peft import DTYPES, one_of, refuse_kind, whole_if_so
-from steelyard.engines.writing import (
-    ROUTERS_BY_RANK,
-    Draft,
-    PipelinePart,
-    Request,
-    Target,
-    UniformPlan,
-    refuse_untold,
-)
+from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.levers import Levers
 from steelyard.levers.optimizer import Optimizer

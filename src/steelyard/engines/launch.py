@@ -123,10 +123,7 @@ def _write_kubeflow(file: str, job: Callable[[Cluster, str, str], list[Document]
     ]
     return Draft(
         files=((file, yaml.dump_all(documents, Dumper=_BlockTextDumper, sort_keys=False, width=120)),),
-        carried=(
-            _processes(plan, cluster),
-            f"the plan itself, as a ConfigMap: {_EVERYTHING}",
-        ),
+        carried=(_processes(plan, cluster), f"the plan itself, as a ConfigMap: {_EVERYTHING}"),
         left_out=(
             "the data: provide a PersistentVolumeClaim named training-data with one file or folder named data",
             "training options (--lr, --record, …): add them to the command",

@@ -55,11 +55,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 CAPABILITIES = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of("dp", "tp", "dp+tp", "dp+ep", "dp+tp+ep", "cp", "dp+cp", "cp+tp", "dp+cp+tp"),
-    modes={
-        "sp": frozenset({False, True}),
-        "cp_method": frozenset(_COMMUNICATION),
-        "ep": frozenset(DEGREE.texts),
-    },
+    modes={"sp": frozenset({False, True}), "cp_method": frozenset(_COMMUNICATION), "ep": frozenset(DEGREE.texts)},
     why_not={"fsdp": "which needs Megatron-FSDP: export --to megatron-fsdp"},
     remats=frozenset(Remat),
     remats_first_blocks=True,

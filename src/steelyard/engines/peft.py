@@ -56,8 +56,7 @@ def one_of(names: Collection[str], words: str) -> Taken:
 
 
 OFFLOAD = replace(
-    one_of(("parameters",), "which cannot offload moments or activations as planned"),
-    dimensions=dimensions_of("fsdp"),
+    one_of(("parameters",), "which cannot offload moments or activations as planned"), dimensions=dimensions_of("fsdp")
 )
 """FSDP2's `CPUOffloadPolicy`, and in DeepSpeed ZeRO-3 with ``offload_param`` and ``offload_optimizer``."""
 LEVERS: Mapping[str, Taken] = {

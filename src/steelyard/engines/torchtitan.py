@@ -255,9 +255,7 @@ class _Version:
 
 RELEASE = _Version(parallelism="torchtitan.config", cuts="module_fqns_per_model_part", counts_tokens=False)
 MAIN = _Version(
-    parallelism="torchtitan.config.parallelism",
-    cuts="pipeline_parallel_module_fqns_per_model_part",
-    counts_tokens=True,
+    parallelism="torchtitan.config.parallelism", cuts="pipeline_parallel_module_fqns_per_model_part", counts_tokens=True
 )
 
 

@@ -92,11 +92,7 @@ def _trainer(view: UniformPlan, levers: Levers, divides_experts: bool) -> str:
         }
     else:
         arguments["activation_checkpointing"] = view.remat is Remat.FULL
-    lines = [
-        "training_arguments = {",
-        *(f"    {key!r}: {value!r}," for key, value in arguments.items()),
-        "}",
-    ]
+    lines = ["training_arguments = {", *(f"    {key!r}: {value!r}," for key, value in arguments.items()), "}"]
     if is_accelerates and view.dp > 1:
         hybrid = f"ParallelismConfig(dp_replicate_size={view.dp}, dp_shard_size={view.fsdp})"
         lines = [

@@ -1,13 +1,6 @@
 """Devices, links and clusters, with a source for every number."""
 
-from steelyard.hardware.files import (
-    HardwareFile,
-    PoolsFile,
-    devices,
-    is_same_device,
-    known_device,
-    links,
-)
+from steelyard.hardware.files import HardwareFile, PoolsFile, devices, is_same_device, known_device, links
 from steelyard.hardware.parse import (
     FULL_NODE,
     cluster_of,

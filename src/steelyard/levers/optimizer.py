@@ -60,12 +60,7 @@ _KEPT = {
 _STEP_BYTES = 12
 """Bytes moved for a parameter and its gradient."""
 _MUON = MatrixUpdate(
-    state_bytes=4,
-    update_bytes=54,
-    flop=(20, 10),
-    product_bytes=(50, 60),
-    buffer_bytes=(8, 4),
-    gathered_bytes=2,
+    state_bytes=4, update_bytes=54, flop=(20, 10), product_bytes=(50, 60), buffer_bytes=(8, 4), gathered_bytes=2
 )
 _WHOLE = {
     "adafactor": "adafactor averages over whole rows and columns of a matrix",

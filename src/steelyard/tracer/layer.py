@@ -24,15 +24,7 @@ from steelyard.model.own import OwnSplit
 from steelyard.modules.dimensions import divide_layer, exchange_alone
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.freezing import rests_in
-from steelyard.modules.layers import (
-    ChainLayer,
-    Flow,
-    LayerContext,
-    as_flow,
-    build_layer,
-    shared_inputs_of,
-    tensors_of,
-)
+from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, build_layer, shared_inputs_of, tensors_of
 from steelyard.modules.levers import change_layer
 from steelyard.modules.levers.train import added_that_read, cast_added
 from steelyard.modules.model_inputs import blank_samples, decoder_inputs

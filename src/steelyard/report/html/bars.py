@@ -56,13 +56,7 @@ def memory_section(found: ReportContents) -> Html:
         "What fills the memory",
         tag("p", lead),
         stacked_bars(
-            stages,
-            names,
-            colour,
-            max(*budgets, *totals),
-            format_bytes,
-            limits=budgets,
-            below=found.stage_pools,
+            stages, names, colour, max(*budgets, *totals), format_bytes, limits=budgets, below=found.stage_pools
         ),
         bar_legend(stages, names, colour, format_bytes, f"the budget of {limits}"),
         folded("As a table", _table(stages, names, format_bytes, "memory", left_of=budgets)),

@@ -75,12 +75,7 @@ def _baseline_table(baselines: Sequence[ComparedBaseline]) -> Html:
 
 def _alternative_table(found: ReportContents, alternatives: Sequence[Alternative]) -> Html:
     rows = [
-        (
-            each.description,
-            step_text(each),
-            cell(each.memory_bytes, format_bytes),
-            why_lost(found.prediction, each),
-        )
+        (each.description, step_text(each), cell(each.memory_bytes, format_bytes), why_lost(found.prediction, each))
         for each in alternatives
     ]
     return table(("candidate", "step", "memory", "why it lost"), rows, numeric=(1, 2))
