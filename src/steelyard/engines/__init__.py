@@ -18,7 +18,6 @@ from steelyard.engines import (
     megatron_bridge,
     ms_swift,
     native,
-    swift_sft,
     torchtitan,
     transformers,
 )
@@ -46,8 +45,8 @@ ENGINES: dict[str, Engine] = {
 }
 FRONT_ENDS: Mapping[Target, Engine] = {
     axolotl.TARGET: axolotl.ENGINE,
-    ms_swift.TARGET: megatron.MEGATRON,
-    swift_sft.TARGET: swift_sft.ENGINE,
+    ms_swift.MEGATRON_TARGET: megatron.MEGATRON,
+    ms_swift.TRAINER_TARGET: ms_swift.TRAINER,
 }
 """Software that drives an engine through its own files, by the target that writes them."""
 _ENGINES_OF: Mapping[Target, Engine] = {

@@ -23,7 +23,7 @@ from steelyard.engines.config_entries import hub_config
 from steelyard.engines.engine import Engine, Taken
 from steelyard.engines.execution import FUSED, Execution
 from steelyard.engines.megatron_bridge import TE_SPEEDUP
-from steelyard.engines.peft import DTYPES, one_of, refuse_kind, whole_if_so
+from steelyard.engines.peft import one_of, refuse_kind, whole_if_so
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.levers import Levers
@@ -34,6 +34,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
+from steelyard.precision import DTYPES
 from steelyard.schedules import SCHEDULES
 
 CAPABILITIES = Capabilities(

@@ -27,7 +27,7 @@ from steelyard.levers import Levers
 from steelyard.levers.optimizer import Optimizer
 from steelyard.levers.quantized_base import QuantizedBase
 from steelyard.levers.train import ALL_LINEAR, Train
-from steelyard.precision import Precision
+from steelyard.precision import DTYPES, Precision
 
 OPTIM: Mapping[str, str] = {
     "adamw-8bit": "adamw_torch_8bit",
@@ -36,8 +36,6 @@ OPTIM: Mapping[str, str] = {
     "sgd": "sgd",
 }
 """Values of ``optim`` by optimizer."""
-DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Type of a frozen base by compute precision."""
 WITHOUT_TP = dimensions_of("dp", "fsdp", "dp+fsdp")
 _OTHERWISE = {
     "adafactor": "Adafactor's update rule: transformers bounds steps by the size of the update, not of the parameter",

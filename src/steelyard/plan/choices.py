@@ -93,9 +93,7 @@ class TradeOffs(PlanPart):
         left = margin_text(self.budget_bytes, self.margin_bytes)
         return f"{format_bytes(self.budget_bytes)} per device" + (f", {left}" if left else "")
 
-    def _repr_html_(self) -> str:
-        """Return the HTML for a notebook."""
-        return notebook_html(self)
+    _repr_html_ = notebook_html
 
 
 class StrategyVerdict(PlanPart):
@@ -297,9 +295,7 @@ class Advice:
         cost = self.slowdown / saved if self.slowdown > 0 else self.slowdown * saved
         return (0, self.options.count("--"), cost, RESULTS.index(self.result))
 
-    def _repr_html_(self) -> str:
-        """Return the HTML for a notebook."""
-        return notebook_html(self)
+    _repr_html_ = notebook_html
 
 
 class Found(NamedTuple):

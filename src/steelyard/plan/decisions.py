@@ -64,11 +64,6 @@ class Decisions(PlanPart):
         """Schedules that the search may choose, by name."""
         return tuple(SCHEDULES) if self.schedules is None else self.schedules
 
-    @property
-    def allowed_remats(self) -> tuple[Remat, ...]:
-        """Recomputation choices that the search may choose."""
-        return tuple(Remat) if self.remats is None else self.remats
-
     def allows_stages(self, count: int) -> bool:
         """Return whether a pipeline may have this number of stages."""
         return self.num_stages in (None, count) and (self.most_stages is None or count <= self.most_stages)

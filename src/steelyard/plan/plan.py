@@ -22,10 +22,17 @@ from steelyard.model.read import planned_model
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.part import PlanPart, notebook_html
-from steelyard.plan.prediction import Prediction, baseline_line, layers_text, simplicity_line
+from steelyard.plan.prediction import (
+    HOURS_PER_DAY,
+    SECONDS_PER_HOUR,
+    Prediction,
+    Training,
+    baseline_line,
+    layers_text,
+    simplicity_line,
+)
 from steelyard.plan.stages import StagePart, StagePlan, illegal_reason
 from steelyard.plan.strategy import Strategy
-from steelyard.plan.training import HOURS_PER_DAY, SECONDS_PER_HOUR, Training
 from steelyard.precision import LayerPrecision, Precision
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
@@ -142,9 +149,7 @@ class Plan(PlanPart):
     def __str__(self) -> str:
         return "\n".join(plan_lines(self))
 
-    def _repr_html_(self) -> str:
-        """Return the HTML for a notebook."""
-        return notebook_html(self)
+    _repr_html_ = notebook_html
 
     def chain(self) -> ModelChain:
         """Build the model of the plan as a chain. Raise `InvalidModelError` if its config is not known."""

@@ -16,7 +16,16 @@ from steelyard.hardware import Backend
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.part import PlanPart
 from steelyard.profiles.profile import ProfileIdentity
-from steelyard.units import format_bytes, format_plural, format_seconds, format_tera
+from steelyard.units import (
+    MOST_COUNT,
+    format_bytes,
+    format_count,
+    format_days,
+    format_money,
+    format_plural,
+    format_seconds,
+    format_tera,
+)
 
 
 class CatalogueRates(PlanPart):
@@ -424,6 +433,35 @@ class Prediction(PlanPart):
         return max(step_time_s, self.step_time_s) <= min(step_time_s, self.step_time_s) * (1 + self.interval.as_good)
 
 
+SECONDS_PER_HOUR = 3600
+HOURS_PER_DAY = 24
+
+
+class Training(PlanPart):
+    """Duration and cost of training on a number of tokens at the predicted step time.
+
+    Time outside steps is not counted: start-up, evaluation, checkpoints, and devices that wait or fail.
+    """
+
+    tokens: int = Field(ge=1, le=MOST_COUNT)
+    steps: int = Field(ge=1, le=MOST_COUNT)
+    days: float = Field(ge=0)
+    device_hours: float = Field(ge=0)
+    price_per_device_hour: float | None = Field(default=None, ge=0)
+    """Price in dollars; absent if none was given."""
+    cost: float | None = Field(default=None, ge=0)
+    """Cost of all device-hours in dollars; absent if no price was given."""
+
+    @property
+    def brief(self) -> tuple[str, str]:
+        """Duration, and device-hours with their cost, in words: ``61.2 days``, ``1.17 M device-hours, $2.94 M``."""
+        money = "" if self.cost is None else f", {format_money(self.cost)}"
+        return format_days(self.days), f"{format_count(self.device_hours)} device-hours{money}"
+
+    def __str__(self) -> str:
+        return f"{format_count(self.tokens)} tokens: {', '.join(self.brief)}"
+
+
 ONE_STRATEGY = "one strategy for all layers"
 """The baseline that contains all others: also one recomputation choice for all blocks, and free stage cuts."""
 SAME_SHARE = 5e-4
@@ -444,7 +482,7 @@ def gain_text(prediction: Prediction) -> str:
     if not fitting:
         return f"no baseline: no plan with {ONE_STRATEGY} fits"
     step_s, best = min(fitting, key=lambda pair: pair[0])
-    words = against(1 - prediction.step_time_s / step_s, "as fast as")
+    words = against(1 - prediction.step_time_s / step_s)
     name = "" if best.name == ONE_STRATEGY else f", {best.name}"
     what = f"{format_seconds(step_s)}: {best.strategies}; {best.setting}"
     return f"{words} the baseline, the best plan with {ONE_STRATEGY}{name} ({what})"
@@ -471,11 +509,9 @@ def simplicity_line(num_groups: int, num_stages: int, prediction: Prediction) ->
     return f"{', '.join(mine)}: {words} the {best} (choose it with --simplify 0)"
 
 
-def against(gain: float, same: str) -> str:
-    """Return ``2.2% faster than`` for the fraction of time gained, or ``same`` if the times are equal."""
-    if abs(gain) <= SAME_SHARE:
-        return same
-    return f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'} than"
+def against(gain: float) -> str:
+    """Return ``2.2% faster than`` for the fraction of time gained, or ``as fast as`` if the times are equal."""
+    return "as fast as" if abs(gain) <= SAME_SHARE else f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'} than"
 
 
 def misfits(baselines: Iterable[Baseline]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from steelyard.errors import UserError
 from steelyard.hardware import Cluster, joined_pools
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
-from steelyard.plan.training import SECONDS_PER_HOUR
+from steelyard.plan.prediction import SECONDS_PER_HOUR
 from steelyard.planning.choose import PlanningResult, device_bytes
 from steelyard.planning.price import describe, peak_bytes, summarise, with_price
 from steelyard.planning.request import PlanRequest

@@ -314,7 +314,7 @@ def space_options(job: Job, decisions: Decisions) -> SpaceOptions:
     return SpaceOptions(
         dimensions=tuple(dimension for dimension in dimensions if not dimension.serves(job.chain)),
         modes=decisions.modes or {},
-        remats=decisions.allowed_remats,
+        remats=tuple(Remat) if decisions.remats is None else decisions.remats,
         mixes_samples=decisions.space != "paper",
         max_degrees=decisions.max_degrees or {},
         devices_per_node=job.cluster.devices_per_node,

@@ -141,7 +141,7 @@ def gain_sentence(plan: Plan) -> str:
             part = gain / (1 - gain)
             saved = [format_days(part * training.days)]
             saved += [] if training.cost is None else [format_money(part * training.cost)]
-        gains.append(f"{against(gain, 'as fast as')} {each.name}" + (f" ({', '.join(saved)})" if saved else ""))
+        gains.append(f"{against(gain)} {each.name}" + (f" ({', '.join(saved)})" if saved else ""))
     takes = [f"It is {', '.join(gains)}"] if gains else []
     text = "; ".join((*takes, *misfits(baselines.values())))
     return text[:1].upper() + text[1:]
@@ -205,7 +205,7 @@ def engine_line(other: ComparedBaseline) -> str:
     if other.step_time_s is None:
         missing = f"does not fit ({format_bytes(other.missing_bytes)} short)" if other.missing_bytes else "no plan"
         return f"  {other.name}: {f'cannot run it: {other.reason}' if other.reason else missing}"
-    words = against(-(other.slowdown or 0.0), "as fast as")
+    words = against(-(other.slowdown or 0.0))
     return f"  {other.name}: {step_text(other)}, {words} the plan: {other.strategies}; {other.setting}"
 
 

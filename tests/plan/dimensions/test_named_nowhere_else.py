@@ -30,7 +30,6 @@ MAY_NAME = {
     "engines/megatron_bridge.py": LANGUAGE,
     "engines/ms_swift.py": LANGUAGE,
     "engines/peft.py": LANGUAGE,
-    "engines/swift_sft.py": LANGUAGE,
     "engines/pytorch.py": "says what its script can run",
     "engines/scripts/train_plan.py": "stands alone, without this package",
     "engines/torchtitan.py": LANGUAGE,

@@ -12,7 +12,7 @@ Source: Llama 3 (Grattafiori et al. 2024, section 3.3.2) for gathering keys and 
 
 from collections.abc import Iterator, Mapping
 
-from steelyard.model.chain import LayerRole, LayerType, ModelChain
+from steelyard.model.chain import LayerRole, LayerType
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.plan.dimensions.dimension import (
     Batch,
@@ -81,11 +81,6 @@ def _head_degree(strategy: StrategyView) -> int:
     return strategy.degree(CP) if strategy.mode("cp_method") == "ulysses" else 1
 
 
-def _serves(chain: ModelChain) -> str:
-    reasons = [layer_type.no_cp for layer_type in chain.layer_types if layer_type.role is LayerRole.BLOCK]
-    return next((reason for reason in reasons if reason), "")
-
-
 def _not_worth_for(strategy: StrategyView, _devices_per_node: int | None, layers: tuple[LayerType, ...]) -> str:
     """Return why ulysses is useless: it divides the heads of no block, and layers without attention do not need it."""
     reasons = [_undivided_heads(layer_type, strategy) for layer_type in layers if layer_type.role is LayerRole.BLOCK]
@@ -145,5 +140,7 @@ CP = Dimension(
     modes=(METHOD,),
     contradiction=_contradiction,
     not_worth_for=_not_worth_for,
-    serves=_serves,
+    serves=lambda chain: next(
+        (each.no_cp for each in chain.layer_types if each.role is LayerRole.BLOCK and each.no_cp), ""
+    ),
 )

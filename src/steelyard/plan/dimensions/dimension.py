@@ -314,25 +314,18 @@ def has_following(levels: Levels) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def replica_levels(levels: Levels) -> Levels:
-    """Return the levels that replicate a layer's states, outermost first."""
-    sharded = any(level.dimension.states is States.SHARDED for level in levels)
-    return tuple(
-        level
-        for level in levels
-        if level.dimension.states is States.REPLICATED or (level.dimension.states is States.FOLLOWING and not sharded)
-    )
+def shard_levels(levels: Levels) -> Levels:
+    """Return the levels that shard a layer's states, outermost first."""
+    shards = any(level.dimension.states is States.SHARDED for level in levels)
+    sharded = (States.SHARDED, States.FOLLOWING) if shards else ()
+    return tuple(level for level in levels if level.dimension.states in sharded)
 
 
 @lru_cache(maxsize=4096)
-def shard_levels(levels: Levels) -> Levels:
-    """Return the levels that shard a layer's states, outermost first."""
-    sharded = any(level.dimension.states is States.SHARDED for level in levels)
-    return tuple(
-        level
-        for level in levels
-        if level.dimension.states is States.SHARDED or (level.dimension.states is States.FOLLOWING and sharded)
-    )
+def replica_levels(levels: Levels) -> Levels:
+    """Return the levels that replicate a layer's states, outermost first."""
+    others = (level for level in levels if level not in shard_levels(levels))
+    return tuple(level for level in others if level.dimension.states is not States.DIVIDED)
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ Source: Lepikhin et al. 2020 (GShard); Liu et al. 2025 (MoE parallel folding, ar
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
-from steelyard.model.chain import LayerType, ModelChain
+from steelyard.model.chain import LayerType
 from steelyard.plan.dimensions.dimension import (
     Batch,
     Contradiction,
@@ -72,10 +72,6 @@ def _illegal(layer_type: LayerType, strategy: StrategyView, _batch: Batch) -> st
     return f"ep {degree} does not divide the {own} experts{part}" if own % degree else None
 
 
-def _serves(chain: ModelChain) -> str:
-    return "" if any(layer_type.num_experts for layer_type in chain.layer_types) else "the model has no experts"
-
-
 def _not_worth_for(strategy: StrategyView, devices_per_node: int | None, layers: tuple[LayerType, ...]) -> str:
     """Return why an expert degree is not searched.
 
@@ -125,5 +121,5 @@ EP = Dimension(
     modes=(DEGREE,),
     contradiction=_contradiction,
     not_worth_for=_not_worth_for,
-    serves=_serves,
+    serves=lambda chain: "" if chain.has_experts else "the model has no experts",
 )
