@@ -11,9 +11,9 @@ from typing import Annotated, Any, get_args
 import typer
 
 from steelyard.cli.options import GROUPS, LEVER, PARALLELISM, complete_one_of, count, option
-from steelyard.levers import LEVERS, Lever
+from steelyard.levers import LEVERS
 from steelyard.limits import MOST_DEVICES
-from steelyard.plan.dimensions import DIMENSIONS, Dimension
+from steelyard.plan.dimensions import DIMENSIONS
 
 
 def with_levers(function: Callable[..., None]) -> Callable[..., None]:
@@ -23,10 +23,15 @@ def with_levers(function: Callable[..., None]) -> Callable[..., None]:
     The command gets a mapping by name for each of the two. Options are in the order of `GROUPS`.
     """
     signature = inspect.signature(function)
-    registries: dict[str, dict[str, Any]] = {
-        "levers": {name: _lever_option(lever) for name, lever in LEVERS.items()},
-        "degrees": {name: _degree_option(dimension) for name, dimension in DIMENSIONS.items()},
-    }
+    registries: dict[str, dict[str, Any]] = {"levers": {}, "degrees": {}}
+    for name, lever in LEVERS.items():
+        completion = complete_one_of(lever.values) if lever.values else None
+        declared = option(f"--{name}", "NAME", lever.help, LEVER, autocompletion=completion)
+        registries["levers"][name] = Annotated[str | None, declared]
+    for name, dimension in DIMENSIONS.items():
+        text = f"Degree of {dimension.title} in every layer that allows it."
+        declared = count(f"--{name}", text, PARALLELISM, most=MOST_DEVICES)
+        registries["degrees"][name] = Annotated[int | None, declared]
     expanded = {name: registries[name] for name in signature.parameters if name in registries}
     kind = inspect.Parameter.KEYWORD_ONLY
     options = [
@@ -37,7 +42,12 @@ def with_levers(function: Callable[..., None]) -> Callable[..., None]:
             for name, option in registry.items()
         ),
     ]
-    options.sort(key=lambda option: GROUPS.index(_group(option)))
+
+    def place(parameter: inspect.Parameter) -> int:
+        infos = (each for each in get_args(parameter.annotation) if isinstance(each, typer.models.OptionInfo))
+        return GROUPS.index(getattr(next(infos, None), "rich_help_panel", None))
+
+    options.sort(key=place)
 
     @wraps(function)
     def command(**given: Any) -> None:
@@ -47,18 +57,3 @@ def with_levers(function: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = signature.replace(parameters=options)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in options}
     return command
-
-
-def _group(option: inspect.Parameter) -> str | None:
-    info = next((each for each in get_args(option.annotation) if isinstance(each, typer.models.OptionInfo)), None)
-    return getattr(info, "rich_help_panel", None)
-
-
-def _lever_option(lever: type[Lever]) -> Any:
-    completion = complete_one_of(lever.values) if lever.values else None
-    return Annotated[str | None, option(f"--{lever.name}", "NAME", lever.help, LEVER, autocompletion=completion)]
-
-
-def _degree_option(dimension: Dimension) -> Any:
-    text = f"Degree of {dimension.title} in every layer that allows it."
-    return Annotated[int | None, count(f"--{dimension.name}", text, PARALLELISM, most=MOST_DEVICES)]

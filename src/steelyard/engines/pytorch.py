@@ -106,7 +106,7 @@ def _refusals(plan: Plan, chain: ModelChain) -> Iterator[tuple[str, str, str]]:
         known = f"a plan with only {', '.join(sorted(DIMENSIONS))}"
         yield f"a plan with {', '.join(others)}", known, f"plan with --space paper, or {train}"
     divided = {chain.type_of(layer) for layer, strategy in enumerate(plan.strategies) if strategy.tensor_degree > 1}
-    reasons = (_why_not(chain), *(_why_no_tp(_split_styles(chain, layer_type)) for layer_type in divided))
+    reasons = (_why_not(chain), *(_why_no_tp(chain.family.styles(layer_type)) for layer_type in divided))
     for reason in filter(None, reasons):
         yield (
             f"{chain.name} ({chain.family.model_type}){reason}",
@@ -177,16 +177,12 @@ def _is_gathered(path: str, styles: Mapping[str, str]) -> bool:
 def _styles(chain: ModelChain, layer_type: LayerType) -> dict[str, str]:
     """Return the styles of the modules of a layer type that the script supports."""
     found: dict[str, str] = {}
-    styles = _split_styles(chain, layer_type)
+    styles = chain.family.styles(layer_type)
     for path, style in styles.items():
         word, *given = style.split(":")
         if word in STYLES and not (word == "whole" and _is_gathered(path, styles)):
             found[path] = ":".join((STYLES[word], *(given[:2] if word == "enter" else ())))
     return found
-
-
-def _split_styles(chain: ModelChain, layer_type: LayerType) -> Mapping[str, str]:
-    return chain.family.styles(layer_type)
 
 
 def _chain(chain: ModelChain, seq_len: int) -> dict[str, Any]:

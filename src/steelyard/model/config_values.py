@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 from steelyard.errors import InvalidModelError, nearest
-from steelyard.model.family import is_size, wrong_size
+from steelyard.limits import MOST_LAYERS, MOST_SIZE
 
 ACTIVATIONS = (
     *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh"),
@@ -30,6 +30,7 @@ _ACTIVATIONS = ("activation_function", "hidden_act")
 _DTYPES = ("dtype", "torch_dtype")
 _OBJECTS = ("id2label", "rope_parameters", "rope_scaling")
 _LISTS = ("layer_types", "mlp_only_layers")
+_HINT = "use the complete config that the model was published with"
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _TOP_K = "num_experts_per_tok"
 _MOST = 1e15
@@ -38,6 +39,8 @@ _SIZES = (
     *("head_dim", "n_embd", "n_head", "n_inner", "n_layer", "n_positions"),
     *("vocab_size", "max_position_embeddings", *_EXPERTS),
 )
+_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers", "depths")
+"""Config keys for the number of layers."""
 _POSITIONS = ("max_position_embeddings", "n_positions")
 """Sizes that some configs give as a float: in Music Flamingo's, 1200.0 is the base of its rotary embedding."""
 _HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -56,7 +59,7 @@ def check_values(config: Mapping[str, Any]) -> None:
         if key in _POSITIONS and isinstance(value, float) and value.is_integer():
             value = int(value)
         is_known = value is None or isinstance(value, list) or (value == 0 and key in _EXPERTS)
-        if not (is_known or is_size(value, key)):
+        if not (is_known or (_is_count(value) and value <= (MOST_LAYERS if key in _LAYERS else MOST_SIZE))):
             raise wrong_size(key, value)
     heads, shared = (config.get(key) for key in _HEADS)
     if _is_count(heads) and _is_count(shared) and heads % shared:
@@ -102,10 +105,19 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 )
 
 
+def wrong_size(key: str, value: object) -> InvalidModelError:
+    """Return the error for a missing or wrong size."""
+    most = MOST_LAYERS if key in _LAYERS else MOST_SIZE
+    found = "nothing" if value is None else repr(value)
+    return InvalidModelError(
+        field=key, found=found, expected=f"a whole number of 1 or more in config.json, at most {most}", hint=_HINT
+    )
+
+
 def _wrong(key: str, value: object, expected: str, hint: str = "") -> InvalidModelError:
     return InvalidModelError(
         field=key,
         found=repr(value),
         expected=f"{expected} in config.json",
-        hint=hint or "use the complete config that the model was published with",
+        hint=hint or _HINT,
     )

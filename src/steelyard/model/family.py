@@ -25,10 +25,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from math import comb
-from typing import Any, TypeGuard
+from typing import Any
 
 from steelyard.errors import InvalidModelError
-from steelyard.limits import MOST_LAYERS, MOST_SIZE
 
 TOP_K_KEYS = ("num_experts_per_tok", "moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts", "moe_topk")
 """Config keys for the number of experts of a token."""
@@ -234,27 +233,6 @@ class Layout:
 
 
 _MATRIX_DIMS = 2
-_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers", "depths")
-"""Config keys for the number of layers."""
-
-
-def _most(key: str) -> int:
-    return MOST_LAYERS if key in _LAYERS else MOST_SIZE
-
-
-def is_size(value: object, key: str) -> TypeGuard[int]:
-    """Return whether a value is an integer of 1 or more that is allowed as the size of this key."""
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _most(key)
-
-
-def wrong_size(key: str, value: object) -> InvalidModelError:
-    """Return the error for a missing or wrong size."""
-    return InvalidModelError(
-        field=key,
-        found="nothing" if value is None else repr(value),
-        expected=f"a whole number of 1 or more in config.json, at most {_most(key)}",
-        hint="use the complete config that the model was published with",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

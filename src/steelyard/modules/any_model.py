@@ -12,7 +12,7 @@ from typing import Any
 
 from steelyard.errors import UserError, first_line
 from steelyard.installed import require_training
-from steelyard.model.family import wrong_size
+from steelyard.model.config_values import wrong_size
 from steelyard.model.own import Split
 from steelyard.model.read import config_hash
 from steelyard.model.small import WIDTH_KEYS

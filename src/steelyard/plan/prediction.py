@@ -80,17 +80,13 @@ class CostSource(ProfileIdentity):
 
     def __str__(self) -> str:
         runs = "a measured run" if self.num_calibrating < 2 else f"{self.num_calibrating} measured runs"
-        scaled = "" if self.time_factor == 1.0 else f"; all times × {self.time_factor:.3f}, calibrated by {runs}"
+        more = "" if self.time_factor == 1.0 else f"; all times × {self.time_factor:.3f}, calibrated by {runs}"
+        more += "" if self.imbalance is None else f"; expert load imbalance assumed: {self.imbalance:g}"
         if self.is_measured:
             what, links = ("layers measured", ", links assumed") if self.links_assumed else ("measured", "")
-            return f"{what} on {self.device} ({self.created}){links}{scaled}{self._routing}"
+            return f"{what} on {self.device} ({self.created}){links}{more}"
         rates = "" if self.rates is None else f", {self.rates}"
-        how = f"traced with torch {self.torch}, transformers {self.transformers}"
-        return f"{how}; catalogue rates{rates}{scaled}{self._routing}"
-
-    @property
-    def _routing(self) -> str:
-        return "" if self.imbalance is None else f"; expert load imbalance assumed: {self.imbalance:g}"
+        return f"traced with torch {self.torch}, transformers {self.transformers}; catalogue rates{rates}{more}"
 
 
 TOLERANCE = 1e-4

@@ -527,8 +527,10 @@ def merge_profiles(a: Profile, b: Profile) -> Profile:
             )
     layers = {_layer_key(layer): layer for layer in a.layers}
     for later in b.layers:
-        earlier = layers.get(_layer_key(later))
-        layers[_layer_key(later)] = later if earlier is None else _merge_times(earlier, later)
+        earlier = layers.get(_layer_key(later), later)
+        times = {time.samples: time for time in (*earlier.times, *later.times)}
+        in_order = tuple(times[samples] for samples in sorted(times))
+        layers[_layer_key(later)] = later.model_copy(update={"times": in_order})
     collectives = {
         (collective.kind, collective.group_size, collective.strided): collective
         for collective in (*a.collectives, *b.collectives)
@@ -546,12 +548,6 @@ def merge_profiles(a: Profile, b: Profile) -> Profile:
             "reserved_over_allocated": b.reserved_over_allocated or a.reserved_over_allocated,
         }
     )
-
-
-def _merge_times(earlier: LayerProfile, later: LayerProfile) -> LayerProfile:
-    """Return the later counts with the times of both, sorted by samples."""
-    times = {time.samples: time for time in (*earlier.times, *later.times)}
-    return later.model_copy(update={"times": tuple(times[samples] for samples in sorted(times))})
 
 
 def _layer_key(layer: LayerProfile) -> Hashable:

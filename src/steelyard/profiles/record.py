@@ -57,7 +57,11 @@ def slow_ranks(work: Sequence[OwnWork], predicted_s: Sequence[float] | None, sha
     """Return the ranks that are slower by more than ``share``, slowest first; ``predicted_s`` is per stage."""
     if share <= 0 or not work:
         return ()
-    ratios = [each.own_s / _expected_s(each, work, predicted_s) for each in work]
+    stages = {each.stage for each in work}
+    expected_s = predicted_s or {
+        stage: statistics.median_low(each.own_s for each in work if each.stage == stage) for stage in stages
+    }
+    ratios = [each.own_s / expected_s[each.stage] for each in work]
     typical = statistics.median_low(ratios)
     found = [
         SlowRank(rank=each.rank, stage=each.stage, host=each.host, factor=ratio / typical, pool=each.pool)
@@ -65,12 +69,6 @@ def slow_ranks(work: Sequence[OwnWork], predicted_s: Sequence[float] | None, sha
         if ratio > (1 + share) * typical
     ]
     return tuple(sorted(found, key=lambda each: -each.factor))
-
-
-def _expected_s(one: OwnWork, work: Sequence[OwnWork], predicted_s: Sequence[float] | None) -> float:
-    if predicted_s is not None:
-        return predicted_s[one.stage]
-    return statistics.median_low(each.own_s for each in work if each.stage == one.stage)
 
 
 class RecordPart(BaseModel):

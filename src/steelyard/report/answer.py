@@ -10,7 +10,7 @@ from steelyard.model.chain import LayerRole
 from steelyard.output import command
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.plan import Plan, change_lines
-from steelyard.plan.prediction import CostSource, Prediction, gain_text, simplicity_line
+from steelyard.plan.prediction import Prediction, gain_text, simplicity_line
 from steelyard.report.plan_table import fastest_engines, pool_lines, warning_lines
 from steelyard.report.tables import Paragraph
 from steelyard.units import format_bytes, format_plural, format_ranges, format_seconds, format_tera
@@ -29,12 +29,20 @@ def answer_view(plan: Plan, *, engines: Sequence[ComparedBaseline] = (), file: P
     parts.append(Paragraph(label="Plan", text=pipeline_text(plan)))
     if prediction is not None:
         parts += _labelled("Gain", gain_text(prediction))
-        parts.append(Paragraph(label="Memory", text=memory_text(plan, prediction)))
+        fullest = prediction.fullest
+        taken, budget = prediction.stages[fullest].total_bytes, prediction.stage_budgets()[fullest]
+        where = f" (stage {fullest})" if plan.num_stages > 1 else ""
+        free = f"; {prediction.margin_text}" if prediction.margin_text else ""
+        memory = f"{format_bytes(taken)} of {format_bytes(budget)} on the fullest device{where}{free}"
+        parts.append(Paragraph(label="Memory", text=memory))
         parts += _labelled("Host", "" if prediction.host is None else str(prediction.host))
         parts.append(Paragraph(label="Accuracy", text=prediction.accuracy))
         parts.append(Paragraph(label="Search", text=str(prediction.certificate)))
         parts += _labelled("", prediction.order_line)
-        parts += _labelled("Costs", prediction.costs if is_unusual(prediction.profile) else "")
+        source = prediction.profile
+        is_assumed = source.rates is not None and source.rates.is_assumed
+        is_unusual = source.is_measured or source.time_factor != 1.0 or is_assumed  # not traced at fitted rates
+        parts += _labelled("Costs", prediction.costs if is_unusual else "")
         parts += _labelled("", simplicity_line(plan.num_groups, plan.num_stages, prediction))
     parts += _labelled("Training", "" if plan.training is None else str(plan.training))
     parts += [Paragraph(label="Stages", text="; ".join(stage_texts(plan)))] if plan.num_stages > 1 else []
@@ -42,12 +50,6 @@ def answer_view(plan: Plan, *, engines: Sequence[ComparedBaseline] = (), file: P
     parts += _layers(plan, prediction, file)
     parts += _labelled("Engines", fastest_engines(engines))
     return Group(*parts)
-
-
-def is_unusual(costs: CostSource) -> bool:
-    """Return whether costs are not traced ones at fitted rates: measured, calibrated, or of an unknown device."""
-    is_assumed = costs.rates is not None and costs.rates.is_assumed
-    return costs.is_measured or costs.time_factor != 1.0 or is_assumed
 
 
 def _labelled(label: str, text: str) -> list[RenderableType]:
@@ -79,15 +81,6 @@ def pipeline_text(plan: Plan) -> str:
     batch = f"{count} of {plan.microbatch_samples} × {plan.seq_len} tokens ({per_rank} per rank)"
     by = "" if plan.engine is None else f", run by {plan.engine}"
     return "; ".join((f"{stages}, {batch}, {plan.precision}{by}", *change_lines(plan)))
-
-
-def memory_text(plan: Plan, prediction: Prediction) -> str:
-    """Return the memory of the fullest device, its budget, and the fraction kept free."""
-    fullest = prediction.fullest
-    taken, budget = prediction.stages[fullest].total_bytes, prediction.stage_budgets()[fullest]
-    where = f" (stage {fullest})" if plan.num_stages > 1 else ""
-    free = f"; {prediction.margin_text}" if prediction.margin_text else ""
-    return f"{format_bytes(taken)} of {format_bytes(budget)} on the fullest device{where}{free}"
 
 
 def stage_texts(plan: Plan) -> Iterator[str]:

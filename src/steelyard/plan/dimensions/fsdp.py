@@ -42,18 +42,16 @@ With one microbatch the search leaves out 1, because it equals 2.
 
 
 def _traffic(load: Load) -> Iterator[Traffic]:
-    yield from _of_states("shards", load.parameter_bytes, load.gradient_bytes, load)
+    states: list[tuple[Over, float, float]] = [("shards", load.parameter_bytes, load.gradient_bytes)]
     if load.expert_parameter_bytes:
-        yield from _of_states("expert shards", load.expert_parameter_bytes, load.expert_gradient_bytes, load)
-
-
-def _of_states(over: Over, gathered: float, reduced: float, load: Load) -> Iterator[Traffic]:
-    sent: Callable[..., Traffic] = partial(Traffic, over=over, beside_compute=True)
-    whole = load.strategy.keeps_whole
-    yield sent(phase="step" if load.gathers_once else "forward", collective="all_gather", tensor_bytes=gathered)
-    if not load.strategy.keeps_gathered:
-        yield sent(phase="backward", collective="all_gather", tensor_bytes=gathered)
-    yield sent(phase="step" if whole else "backward", collective="reduce_scatter", tensor_bytes=reduced)
+        states.append(("expert shards", load.expert_parameter_bytes, load.expert_gradient_bytes))
+    for over, gathered, reduced in states:
+        sent: Callable[..., Traffic] = partial(Traffic, over=over, beside_compute=True)
+        whole = load.strategy.keeps_whole
+        yield sent(phase="step" if load.gathers_once else "forward", collective="all_gather", tensor_bytes=gathered)
+        if not load.strategy.keeps_gathered:
+            yield sent(phase="backward", collective="all_gather", tensor_bytes=gathered)
+        yield sent(phase="step" if whole else "backward", collective="reduce_scatter", tensor_bytes=reduced)
 
 
 def _words(strategy: StrategyView) -> str:

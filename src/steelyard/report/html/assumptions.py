@@ -142,7 +142,7 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
         [
             f"{device.name}: {job.peak_flop_per_s / TERA:,.0f} TFLOP/s in {layer_precision(job.precision)}, "
             f"{device.known_memory_bytes_per_s() / GB:,.0f} GB/s, {memory}",
-            _cite(device.source),
+            tag("small", device.source),
         ],
     )
     yield from _links(cluster)
@@ -178,8 +178,4 @@ def link_text(link: Link, num_devices: int = 1) -> str:
 
 
 def _link_facts(link: Link, num_devices: int = 1) -> Child:
-    return [f"{link_text(link, num_devices)}, {format_seconds(link.latency_s)} latency", _cite(link.source)]
-
-
-def _cite(source: str) -> Html:
-    return tag("small", source)
+    return [f"{link_text(link, num_devices)}, {format_seconds(link.latency_s)} latency", tag("small", link.source)]

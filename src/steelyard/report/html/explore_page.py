@@ -41,6 +41,10 @@ def explore_page(found: Exploration) -> str:
         tag("noscript", tag("p", "The controls of this page need JavaScript.", class_="note")),
     )
     size = "context" if found.axes[2].name == "sequence length" else "batch"
+    hint = (
+        "Plans here are the fastest found. The command may take a simpler one that is at most 1 % slower; with ",
+        *(tag("code", "--simplify 0", class_="whole"), " it does not."),
+    )
     answer = tag(
         "div",
         tag("p", id="choice", class_="hint"),
@@ -58,7 +62,7 @@ def explore_page(found: Exploration) -> str:
             tag("p", "Step time by devices and memory per device; the colour is tokens per second.", class_="hint"),
             tag("div", class_="scroll", tabindex="0", id="cells"),
         ),
-        section("command", "Plan it", tag("p", tag("code", id="line")), _command_hint()),
+        section("command", "Plan it", tag("p", tag("code", id="line")), tag("p", *hint, class_="hint")),
         class_="answer",
     )
     footer = tag("footer", _notes(found), tag("p", f"Written by steelyard {version('steelyard')}."))
@@ -66,12 +70,6 @@ def explore_page(found: Exploration) -> str:
     data = tag("script", base64.b64encode(packed).decode(), type="text/plain", id="data")
     body = tag("div", _controls(found), answer, class_="explore")
     return document(title, title, (header, body, footer, data), script="explore.js")
-
-
-def _command_hint() -> Html:
-    free = tag("code", "--simplify 0", class_="whole")
-    words = "Plans here are the fastest found. The command may take a simpler one that is at most 1 % slower; with "
-    return tag("p", words, free, " it does not.", class_="hint")
 
 
 def _controls(found: Exploration) -> Html:

@@ -88,19 +88,15 @@ def main_strategy(plan: Plan) -> str:
 
 def pipeline_words(plan: Plan) -> str:
     """Describe stages, schedule, devices and microbatches."""
+    sizes, devices = plan.stage_sizes, format_plural(plan.stage_sizes[0], "device")
+    stages = f"without a pipeline on {devices}"
+    if plan.num_stages > 1:
+        chunks = f" of {format_plural(plan.num_chunks, 'chunk')}" if plan.num_chunks > 1 else ""
+        each = f"{devices} each" if len(set(sizes)) == 1 else f"{', '.join(map(str, sizes))} devices"
+        count = format_plural(plan.num_stages, "pipeline stage")
+        stages = f"in {count}{chunks} ({plan.pipeline.schedule.title}) of {each}"
     count = format_plural(plan.num_microbatches, "microbatch", "microbatches")
-    return f"{_stages(plan)}, with {count} of {plan.microbatch_samples} × {plan.seq_len:,} tokens"
-
-
-def _stages(plan: Plan) -> str:
-    sizes = plan.stage_sizes
-    devices = format_plural(sizes[0], "device")
-    if plan.num_stages == 1:
-        return f"without a pipeline on {devices}"
-    chunks = f" of {format_plural(plan.num_chunks, 'chunk')}" if plan.num_chunks > 1 else ""
-    schedule = plan.pipeline.schedule.title
-    each = f"{devices} each" if len(set(sizes)) == 1 else f"{', '.join(map(str, sizes))} devices"
-    return f"in {format_plural(plan.num_stages, 'pipeline stage')}{chunks} ({schedule}) of {each}"
+    return f"{stages}, with {count} of {plan.microbatch_samples} × {plan.seq_len:,} tokens"
 
 
 def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
@@ -145,15 +141,13 @@ def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
     return [*tiles, ("proof", *prediction.certificate.brief)]
 
 
-def _explore_section(page: str) -> Html:
-    """Solved plans of other memory, devices and sizes as a frame, which keeps names of the two pages apart."""
-    hint = "Other memory, devices and sequence lengths, each solved. As a separate page: steelyard explore."
-    frame = tag("iframe", srcdoc=page, title="Explore other choices", class_="explored")
-    return section("explore", "Explore", tag("p", hint, class_="hint"), frame)
-
-
 def report_page(found: ReportContents) -> str:
     """Return the complete page as the text of one self-contained file."""
+    explored = None
+    if found.explore_page is not None:  # a frame keeps names of the two pages apart
+        hint = "Other memory, devices and sequence lengths, each solved. As a separate page: steelyard explore."
+        frame = tag("iframe", srcdoc=found.explore_page, title="Explore other choices", class_="explored")
+        explored = section("explore", "Explore", tag("p", hint, class_="hint"), frame)
     sections = (
         summary(found),
         measured_section(found),
@@ -165,7 +159,7 @@ def report_page(found: ReportContents) -> str:
         baseline_section(found),
         assumption_section(found),
         glossary_section(found),
-        None if found.explore_page is None else _explore_section(found.explore_page),
+        explored,
     )
     title, name = f"{found.plan.model.name} on {found.plan.cluster}", found.plan_file
     commands = {
