@@ -1,10 +1,9 @@
 """``steelyard advise``: changes that make a job fit, with the memory that each saves; and the largest job that fits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from rich.table import Table
 from typing_extensions import TypedDict
 
 from steelyard.cli import options
@@ -14,7 +13,7 @@ from steelyard.plan.choices import Advice
 from steelyard.planning.advise import advise as advice_of
 from steelyard.planning.largest import MODEL, SEQ_LEN, Largest, kinds, largest
 from steelyard.planning.request import PlanRequest, make_request
-from steelyard.report.tables import advice_cells, console, name, number, plain_table
+from steelyard.report.tables import advice_table, console
 from steelyard.units import format_bytes, format_seconds
 
 
@@ -101,7 +100,7 @@ def advise(
         changes = [_content(each) for each in found]
         options.print_json(Changes(asked=_content(own), changes=changes, left_out=left_out, untried=untried))
         return
-    console().print(_table(own, found))
+    console().print(advice_table((own, *found)))
     for each in left_out:
         console().print(f"not tried: {each}")
     if untried:
@@ -122,13 +121,3 @@ def _size_text(found: Largest) -> str:
 def _content(advice: Advice) -> Any:
     never = {} if advice.fits else {"step_s": None, "slowdown": None}
     return {**asdict(advice), **never, "fits": advice.fits}
-
-
-def _table(own: Advice, found: Sequence[Advice]) -> Table:
-    numbers = map(number, ("minimum memory", "saves", "step"))
-    table = plain_table("What to change", name("change"), *numbers, "effect on the result")
-    table.caption, table.caption_justify = "Percentages compare with the job as asked and unlimited memory.", "left"
-    for each in (own, *found):
-        change, *cells = advice_cells(each)
-        table.add_row(change.replace(" --", "\n--"), *cells)
-    return table

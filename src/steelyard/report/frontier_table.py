@@ -1,9 +1,11 @@
-"""Tables of trade-offs for the terminal: time against memory, time and cost against devices."""
+"""Tables of trade-offs for the terminal and for pages: time against memory, time and cost against devices."""
+
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from steelyard.plan.choices import TradeOffs
+from steelyard.plan.choices import FrontierPoint, TradeOffs
 from steelyard.report.tables import Paragraph, cell, name, number, plain_table
 from steelyard.units import format_bytes, format_count, format_seconds
 
@@ -47,14 +49,19 @@ def frontier_note(found: TradeOffs) -> str:
 
 def frontier_table(found: TradeOffs) -> Table:
     """Return a row per point, most memory first; the chosen plan and points in reserved memory are marked."""
-    figures = [number(each) for each in ("memory", "step", "tokens/s", "stages", "microbatches")]
     title = f"Fastest plan within each memory budget (▶ within {found.limit_text})"
+    return point_table(title, found.points, found.budget_bytes, found.device_bytes)
+
+
+def point_table(title: str, points: Sequence[FrontierPoint], budget_bytes: int, device_bytes: int) -> Table:
+    """Return a row per point of a frontier, as in `frontier_table`."""
+    figures = [number(each) for each in ("memory", "step", "tokens/s", "stages", "microbatches")]
     table = plain_table(title, "", *figures, "strategies")
-    for point in found.points:
-        over = point.memory_bytes > found.budget_bytes
+    for point in points:
+        over = point.memory_bytes > budget_bytes
         table.add_row(
             "▶" if point.is_chosen else "",
-            format_bytes(point.memory_bytes) + ("*" if over and point.memory_bytes <= found.device_bytes else ""),
+            format_bytes(point.memory_bytes) + ("*" if over and point.memory_bytes <= device_bytes else ""),
             format_seconds(point.step_time_s),
             format_count(point.tokens_per_s),
             str(point.num_stages),

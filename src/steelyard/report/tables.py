@@ -3,7 +3,7 @@
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,13 +77,19 @@ def plain_table(title: str, *columns: Column | str) -> Table:
     return table
 
 
-def advice_cells(each: Advice) -> tuple[str, ...]:
-    """Return the cells of a change: minimum memory, saved memory, step time, effect on the result."""
-    short = f"{format_bytes(each.missing_bytes)} short"
-    return (
-        each.options or "as asked",
-        "no plan" if each.least_bytes is None else format_bytes(each.least_bytes),
-        format_bytes(each.saved_bytes) if each.saved_bytes > 0 else "–",
-        f"{format_seconds(each.step_s)} {round(100 * each.slowdown):+4d} %" if each.fits else short,
-        each.result if each.options else "",
+def advice_table(changes: Iterable[Advice]) -> Table:
+    """Return a row per change: minimum memory, saved memory, step time, effect on the result."""
+    table = plain_table(
+        "What to change", name("change"), *map(number, ("minimum memory", "saves", "step")), "effect on the result"
     )
+    table.caption, table.caption_justify = "Percentages compare with the job as asked and unlimited memory.", "left"
+    for each in changes:
+        short = f"{format_bytes(each.missing_bytes)} short"
+        table.add_row(
+            (each.options or "as asked").replace(" --", "\n--"),
+            "no plan" if each.least_bytes is None else format_bytes(each.least_bytes),
+            format_bytes(each.saved_bytes) if each.saved_bytes > 0 else "–",
+            f"{format_seconds(each.step_s)} {round(100 * each.slowdown):+4d} %" if each.fits else short,
+            each.result if each.options else "",
+        )
+    return table

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from importlib import resources
 from string import Template
 
+from rich.table import Table
+
 VOID = frozenset({"meta", "br", "line", "path", "rect", "circle", "polyline", "input"})
 """Elements that have no content."""
 
@@ -63,6 +65,15 @@ def table(headings: Iterable[str], rows: Iterable[Iterable[Child]], *, numeric: 
         class_="scroll",
         tabindex="0",
     )
+
+
+def shown(made: Table) -> Html:
+    """Build a table of the terminal for a page; rows with a style are in bold."""
+    right = [index for index, column in enumerate(made.columns) if column.justify == "right"]
+    headings = (str(column.header).replace("\n", " ") for column in made.columns)
+    cells = zip(*(map(str, column.cells) for column in made.columns), strict=True)
+    rows = ([tag("b", each) if row.style else each for each in own] for row, own in zip(made.rows, cells, strict=True))
+    return table(headings, rows, numeric=right)
 
 
 def folded(summary: str, *children: Child) -> Html:

@@ -5,10 +5,10 @@ from steelyard.plan.plan import Plan, headline
 from steelyard.report.html import markup
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.explore_page import plan_layers
-from steelyard.report.html.markup import Child, section, table, tag
+from steelyard.report.html.markup import section, shown, tag
 from steelyard.report.html.page import summary
 from steelyard.report.html.trade_off import frontier_content
-from steelyard.report.tables import advice_cells
+from steelyard.report.tables import advice_table
 
 
 def fragment(value: object) -> str:
@@ -18,12 +18,11 @@ def fragment(value: object) -> str:
     if isinstance(value, Plan):
         nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
         head = tag("p", headline(value)) if value.prediction is None else None
-        shown: list[Child] = [head or summary(ReportContents(plan=value, plan_file="", study=nothing))]
-        return markup.fragment([*shown, section("layers", "The plan", plan_layers(value))])
+        head = head or summary(ReportContents(plan=value, plan_file="", study=nothing))
+        return markup.fragment([head, section("layers", "The plan", plan_layers(value))])
     if not isinstance(value, Found | Advice):
         raise TypeError(f"{type(value).__name__} has no view for notebooks")
     found = value if isinstance(value, Found) else Found(value, (), (), ())
-    rows = map(advice_cells, (found.own, *found.changes))
     missing = (*found.left_out, *(f"{each} (no time was left)" for each in found.untried))
-    shown = [table(("change", "least memory", "saves", "step", "result"), rows, numeric=(1, 2, 3))]
-    return markup.fragment([*shown, *(tag("p", f"not tried: {each}", class_="hint") for each in missing)])
+    left_out = [tag("p", f"not tried: {each}", class_="hint") for each in missing]
+    return markup.fragment([shown(advice_table((found.own, *found.changes))), *left_out])

@@ -9,11 +9,18 @@ from importlib.metadata import version
 
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.prediction import Alternative
-from steelyard.report.frontier_table import figure_title, frontier_note
+from steelyard.report.frontier_table import (
+    OFFERS,
+    device_table,
+    figure_title,
+    frontier_note,
+    frontier_table,
+    offer_table,
+    point_table,
+)
 from steelyard.report.html.chart import Chart, Line, Mark, chart, nice_ticks, staircase
 from steelyard.report.html.contents import ReportContents
-from steelyard.report.html.markup import Html, document, folded, join, section, table, tag
-from steelyard.report.tables import cell
+from steelyard.report.html.markup import Html, document, folded, join, section, shown, tag
 from steelyard.units import GIB, MIB, format_bytes, format_count, format_seconds
 
 _LOOKS = {
@@ -158,8 +165,9 @@ def trade_off_section(found: ReportContents) -> Html:
     others = [each for each in found.prediction.alternatives if each.step_time_s and each.memory_bytes]
     parts = [tag("p", _lead(found)), chart(_chart(found, others))]
     if points:
-        shown = table(_POINT_HEADINGS, map(_point_row, points), numeric=(0, 1, 2))
-        parts.append(folded("The frontier as a table", shown))
+        prediction = found.prediction
+        made = point_table("", points, prediction.budget_bytes, prediction.device_bytes)
+        parts.append(folded("The frontier as a table", shown(made)))
     return section("frontier", "Time against memory", *parts)
 
 
@@ -199,9 +207,9 @@ def _chart(found: ReportContents, others: Sequence[Alternative]) -> Chart:
     ]
     own = f"this plan: {format_bytes(found.peak_bytes)}, {format_seconds(prediction.step_time_s)}"
     marks.append(Mark(x=found.peak_bytes, y=prediction.step_time_s, title=own, look="here", label="this plan"))
-    shown = ("here", *(["step"] if points else []), *(["other"] if others else []))
+    looks = ("here", *(["step"] if points else []), *(["other"] if others else []))
     return memory_chart(
-        [point.model_copy(update={"is_chosen": False}) for point in points], prediction.budget_bytes, marks, shown
+        [point.model_copy(update={"is_chosen": False}) for point in points], prediction.budget_bytes, marks, looks
     )
 
 
@@ -240,50 +248,10 @@ def _page_lead(found: TradeOffs) -> str:
 def _tables(found: TradeOffs) -> list[Html]:
     parts = []
     if found.points:
-        rows = [(tag("b", "this plan") if point.is_chosen else "", *_point_row(point)) for point in found.points]
-        shown = table(("", *_POINT_HEADINGS), rows, numeric=(1, 2, 3))
-        parts += [shown, tag("p", frontier_note(found), class_="hint")]
+        parts += [shown(frontier_table(found)), tag("p", frontier_note(found), class_="hint")]
     if found.devices:
-        priced = found.price_per_device_hour is not None
-        headings = ("devices", "step", "tokens/s", *(("cost of 10⁹ tokens",) if priced else ()), "plan")
-        of_devices = [
-            (
-                str(point.num_devices),
-                *_speed(point),
-                *((cell(point.cost_per_billion_tokens, _money),) if priced else ()),
-                point.reason or f"{point.setting}; {point.strategies}",
-            )
-            for point in found.devices
-        ]
-        shown = table(headings, of_devices, numeric=range(3 + priced))
-        parts.append(shown if len(parts) == 0 else folded("By number of devices", shown))
+        by_number = shown(device_table(found))
+        parts.append(folded("By number of devices", by_number) if parts else by_number)
     if found.offers:
-        headings = ("", "devices", "an hour", "cost of 10⁹ tokens", "step", "tokens/s", "plan")
-        of_offers = [
-            (
-                tag("b", "worth having") if offer.is_worth_having else "",
-                offer.cluster,
-                _money(offer.price_per_hour or 0.0),
-                cell(offer.cost_per_billion_tokens, _money),
-                *_speed(offer),
-                offer.reason or f"{offer.setting}; {offer.strategies}",
-            )
-            for offer in found.offers
-        ]
-        parts.append(table(headings, of_offers, numeric=(2, 3, 4, 5)))
+        parts += [shown(offer_table(found)), tag("p", OFFERS, class_="hint")]
     return parts
-
-
-_POINT_HEADINGS = ("memory per device", "step", "tokens/s", "pipeline", "strategies")
-
-
-def _point_row(point: FrontierPoint) -> tuple[str, ...]:
-    step, speed = format_seconds(point.step_time_s), format_count(point.tokens_per_s)
-    return format_bytes(point.memory_bytes), step, speed, point.setting, point.strategies
-
-
-def _speed(point: DevicePoint) -> tuple[str, str]:
-    return cell(point.step_time_s, format_seconds), cell(point.tokens_per_s, format_count)
-
-
-_money = "{:,.2f}".format
