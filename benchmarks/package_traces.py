@@ -30,7 +30,7 @@ from steelyard.model.split import SPLIT_VERSION, ModelSplit
 from steelyard.plan.file import default_folder
 from steelyard.precision import Precision
 from steelyard.profiles.profile import Profile
-from steelyard.tracer.packaged import (
+from steelyard.tracer.cache import (
     ATTENTION,
     LEFT_OUT,
     TRACER_VERSION,

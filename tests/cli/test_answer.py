@@ -11,7 +11,7 @@ from steelyard.cli.options import whole
 from steelyard.errors import UserError
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.report.answer import answer_view, stage_texts
+from steelyard.report.plan_table import answer_view, stage_texts
 from tests.cli.conftest import Run, user_error
 from tests.cost.examples import cluster, job, plan
 from tests.report.html.examples import pipelined

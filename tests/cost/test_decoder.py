@@ -20,7 +20,7 @@ from steelyard.levers import Levers
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.model.read import load_model
 from steelyard.profiles.profile import LayerProfile, Profile
-from steelyard.tracer.packaged import packaged_trace
+from steelyard.tracer.cache import packaged_trace
 from tests.jobs import make_job
 
 SEQ_LEN = 2048

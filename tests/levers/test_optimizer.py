@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from steelyard.cli import plan as plan_command
-from steelyard.cli.levers import with_levers
+from steelyard.cli.options import with_levers
 from steelyard.cost.compute import optimizer_s, products_s
 from steelyard.cost.job import DeviceGroup, Job
 from steelyard.cost.layer_load import hidden_matrices
@@ -27,8 +27,7 @@ from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.complete import find_plan
 from steelyard.runtime.dry_run import dry_run
-from steelyard.tracer.cache import cached_trace
-from steelyard.tracer.packaged import packaged_trace
+from steelyard.tracer.cache import cached_trace, packaged_trace
 from tests.cost.examples import CONFIG, measured_profile
 from tests.cost.examples import job as model_job
 from tests.jobs import make_job

@@ -8,8 +8,7 @@ import pytest
 
 from steelyard.errors import InvalidModelError
 from steelyard.limits import MOST_LAYERS
-from steelyard.model.config_values import ACTIVATIONS, DTYPES, check_values
-from steelyard.model.read import chain_from_config
+from steelyard.model.read import ACTIVATIONS, DTYPES, chain_from_config, check_values
 
 
 def config(name: str = "llama-demo", **changes: Any) -> dict[str, Any]:

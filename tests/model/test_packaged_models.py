@@ -9,7 +9,7 @@ import steelyard
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain, SharedWeight
 from steelyard.model.read import hub_names, load_config, load_model, model_names, model_source, packaged_structure
-from steelyard.tracer.packaged import packaged_trace
+from steelyard.tracer.cache import packaged_trace
 
 SOURCE = Path(steelyard.__file__).parent
 

@@ -11,8 +11,7 @@ from steelyard.installed import NotInstalledError, require_training
 from steelyard.model.read import load_model, model_names, packaged_split, packaged_structure
 from steelyard.precision import Precision
 from steelyard.tracer import cache, packaged
-from steelyard.tracer.cache import cached_trace
-from steelyard.tracer.packaged import counted_at, packaged_lengths, packaged_trace, profile_at
+from steelyard.tracer.cache import cached_trace, counted_at, packaged_lengths, packaged_trace, profile_at
 from steelyard.tracer.trace import trace
 
 LLAMA = "llama3-8b"

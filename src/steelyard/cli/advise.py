@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from typing_extensions import TypedDict
 
 from steelyard.cli import options
-from steelyard.cli.levers import with_levers
 from steelyard.output import command
 from steelyard.plan.choices import Advice
 from steelyard.planning.advise import advise as advice_of
@@ -46,7 +45,7 @@ Most = Annotated[str | None, options.option("--max", "NAME", _LARGEST, autocompl
 
 
 @options.prints(Changes | Largest)
-@with_levers
+@options.with_levers
 def advise(
     model: options.Model,
     cluster: options.ClusterOption,

@@ -22,7 +22,7 @@ from steelyard.planning.price import peak_bytes, uniform_plan
 from steelyard.planning.request import make_request
 from steelyard.profiles.profile import Profile
 from steelyard.profiles.record import RunRecord
-from steelyard.report.answer import answer_view
+from steelyard.report.plan_table import answer_view
 from steelyard.report.run_table import comparison_table, profile_view
 from steelyard.report.tables import console
 from steelyard.units import format_bytes

@@ -8,7 +8,6 @@ import typer
 
 from steelyard.cli import options
 from steelyard.cli.frontier import parse_counts
-from steelyard.cli.levers import with_levers
 from steelyard.output import command, write_file
 from steelyard.plan.choices import Exploration
 from steelyard.planning.explore import LIMIT_S
@@ -24,7 +23,7 @@ _TIME_LIMIT = "CPU seconds for all searches; the page names what is not solved b
 
 
 @options.prints(Exploration)
-@with_levers
+@options.with_levers
 def explore(
     model: options.Model,
     cluster: options.ClusterOption,

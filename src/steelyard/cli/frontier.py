@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from steelyard.cli import options
-from steelyard.cli.levers import with_levers
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.errors import UserError
 from steelyard.limits import MOST_DEVICES, MOST_PRICE
@@ -33,7 +32,7 @@ _PRICE = (
 
 
 @options.prints(TradeOffs)
-@with_levers
+@options.with_levers
 def frontier(
     model: options.Model,
     cluster: options.ClusterOption,

@@ -1,8 +1,10 @@
 """Options that commands share and options of ``steelyard plan``: names, help, completion and parsing.
 
-Also progress on standard error, which ``--json`` silences, and printing of JSON.
+Also options from registries, one for each lever and one for the degree of each parallelism dimension, progress on
+standard error, which ``--json`` silences, and printing of JSON.
 """
 
+import inspect
 import json
 import re
 import sys
@@ -10,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -23,9 +26,12 @@ from steelyard.engines import ENGINES
 from steelyard.errors import UserError, nearest
 from steelyard.hardware import devices, links
 from steelyard.installed import require_training
+from steelyard.levers import LEVERS
+from steelyard.limits import MOST_DEVICES
 from steelyard.model.own import BUILDER
 from steelyard.model.read import hub_names, model_names
 from steelyard.output import check_file, check_folder
+from steelyard.plan.dimensions import DIMENSIONS
 from steelyard.precision import Precision
 from steelyard.schedules import SCHEDULES
 from steelyard.units import MOST_COUNT, parse_count
@@ -423,3 +429,47 @@ Tokens = Annotated[int | None, count("--tokens", _TOKENS, BUDGET, most=MOST_COUN
 Price = Annotated[float | None, price("Dollars per device-hour: adds the cost of --tokens.")]
 _PROBLEM = "Write the cost tables to this file, for `steelyard solve`."
 SaveProblem = Annotated[Path | None, option("--save-problem", "FILE", _PROBLEM, OUTPUT, callback=tried)]
+
+
+def with_levers(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with an option per lever instead of its parameter ``levers``, and per dimension instead of
+    ``degrees``.
+
+    The command gets a mapping by name for each of the two. Options are in the order of `GROUPS`. A lever or a dimension
+    is added in a file of its own; its option needs no line here.
+    """
+    signature = inspect.signature(function)
+    registries: dict[str, dict[str, Any]] = {"levers": {}, "degrees": {}}
+    for name, lever in LEVERS.items():
+        completion = complete_one_of(lever.values) if lever.values else None
+        declared = option(f"--{name}", "NAME", lever.help, LEVER, autocompletion=completion)
+        registries["levers"][name] = Annotated[str | None, declared]
+    for name, dimension in DIMENSIONS.items():
+        text = f"Degree of {dimension.title} in every layer that allows it."
+        declared = count(f"--{name}", text, PARALLELISM, most=MOST_DEVICES)
+        registries["degrees"][name] = Annotated[int | None, declared]
+    expanded = {name: registries[name] for name in signature.parameters if name in registries}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        *(each.replace(kind=kind) for each in signature.parameters.values() if each.name not in expanded),
+        *(
+            inspect.Parameter(name, kind, default=None, annotation=declared)
+            for registry in expanded.values()
+            for name, declared in registry.items()
+        ),
+    ]
+
+    def place(parameter: inspect.Parameter) -> int:
+        infos = (each for each in get_args(parameter.annotation) if isinstance(each, typer.models.OptionInfo))
+        return GROUPS.index(getattr(next(infos, None), "rich_help_panel", None))
+
+    parameters.sort(key=place)
+
+    @wraps(function)
+    def command(**given: Any) -> None:
+        found = {key: {name: given.pop(name, None) for name in registry} for key, registry in expanded.items()}
+        function(**found, **given)
+
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command

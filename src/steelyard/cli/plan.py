@@ -7,7 +7,6 @@ from pathlib import Path
 import typer
 
 from steelyard.cli import options
-from steelyard.cli.levers import with_levers
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
@@ -31,8 +30,7 @@ from steelyard.planning.request import (
     make_request,
     not_with_pools,
 )
-from steelyard.report.answer import answer_view
-from steelyard.report.plan_table import engine_line, plan_view
+from steelyard.report.plan_table import answer_view, engine_line, plan_view
 from steelyard.report.tables import console
 from steelyard.schedules import SCHEDULES
 from steelyard.search import TIME_LIMIT_S
@@ -43,7 +41,7 @@ WORDS = {"allow_extra_args": True}
 
 
 @options.prints(Plan | OverEngines | NothingFits)
-@with_levers
+@options.with_levers
 def plan(
     context: typer.Context,
     model: options.Model,

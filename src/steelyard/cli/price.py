@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from steelyard.cli import options
-from steelyard.cli.levers import with_levers
 from steelyard.cost.job import ASSUMED_IMBALANCE, layer_precision
 from steelyard.engines import engine_of
 from steelyard.engines.native import NATIVE
@@ -30,7 +29,7 @@ _REMAT_BLOCKS = "Number of blocks per chunk with full remat."
 
 
 @options.prints(Plan)
-@with_levers
+@options.with_levers
 def price(
     model: options.Model,
     cluster: options.ClusterOption,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 from steelyard.cli import options
-from steelyard.cli.levers import with_levers
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.hardware.files import devices, is_same_device
 from steelyard.installed import require_training
@@ -40,7 +39,7 @@ _MERGE = "Profile of this model and machine to extend."
 
 
 @options.prints(Profile)
-@with_levers
+@options.with_levers
 def profile(
     model: options.Model,
     output: Annotated[Path, options.written("Write the profile to this file.")],

@@ -13,7 +13,7 @@ from typing import Any
 from steelyard.engines.pytorch import other_export
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
-from steelyard.model.config_values import ROUTER_LOSS
+from steelyard.model.family import ROUTER_LOSS
 
 NO_EFFECT: Mapping[str, frozenset[str]] = {
     "names, and who wrote the file": frozenset(

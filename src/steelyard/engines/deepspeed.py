@@ -17,9 +17,8 @@ from typing import Any
 
 from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
-from steelyard.engines.engine import Engine
+from steelyard.engines.engine import Engine, Entries, FileSettings, Reader, Settings
 from steelyard.engines.execution import Execution
-from steelyard.engines.settings import Entries, FileSettings, Reader, Settings
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_untold
 from steelyard.files import parse_json
 from steelyard.levers.optimizer import Optimizer

@@ -21,14 +21,13 @@ from typing import Any
 
 from steelyard.engines.capabilities import Capabilities, block_layers, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, refuse_entries
-from steelyard.engines.engine import Engine, options_in
+from steelyard.engines.engine import Engine, Entries, FileSettings, Reader, Settings, options_in
 from steelyard.engines.execution import FUSED, Execution, Module, StateBytes
 from steelyard.engines.pytorch import other_export
-from steelyard.engines.settings import Entries, FileSettings, Reader, Settings
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
-from steelyard.model.config_values import ROUTER_LOSS
+from steelyard.model.family import ROUTER_LOSS
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
 from steelyard.precision import SCALES_LOSS, Precision

@@ -20,15 +20,14 @@ from typing import Any
 from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, Known, completed, refuse_entries
-from steelyard.engines.engine import Engine, Taken, options_in
+from steelyard.engines.engine import Engine, Entries, FileSettings, Reader, Settings, Taken, options_in
 from steelyard.engines.execution import EAGER, Execution
 from steelyard.engines.pytorch import other_export
-from steelyard.engines.settings import Entries, FileSettings, Reader, Settings
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.levers.float8 import MXFP8, Float8
 from steelyard.model.chain import ModelChain
-from steelyard.model.config_values import ROUTER_LOSS
+from steelyard.model.family import ROUTER_LOSS
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES, USUAL

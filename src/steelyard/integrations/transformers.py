@@ -49,7 +49,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.integrations.batches import check_task, planned_batch
 from steelyard.integrations.training_arguments import planned_arguments
-from steelyard.model.config_values import ROUTER_LOSS
+from steelyard.model.family import ROUTER_LOSS
 from steelyard.modules.build import build_meta_model
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan

@@ -15,8 +15,7 @@ from math import prod
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from steelyard.errors import InvalidModelError
-from steelyard.model.config_values import ROUTER_LOSS
-from steelyard.model.family import Family, LayerRole, LayerType, Layout, SharedWeight, Task
+from steelyard.model.family import ROUTER_LOSS, Family, LayerRole, LayerType, Layout, SharedWeight, Task
 from steelyard.model.freeze import Freeze
 from steelyard.model.own import Split
 from steelyard.model.split import TEXT_PART, ModelSplit, SplitFeatures

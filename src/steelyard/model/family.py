@@ -32,6 +32,9 @@ from steelyard.errors import InvalidModelError
 TOP_K_KEYS = ("num_experts_per_tok", "moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts", "moe_topk")
 """Config keys for the number of experts of a token."""
 
+ROUTER_LOSS = "output_router_logits"
+"""Key that, if true, makes models of transformers add the auxiliary loss of their routers to the loss."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:

@@ -12,9 +12,8 @@ from typing import Any
 
 from steelyard.errors import UserError, first_line
 from steelyard.installed import require_training
-from steelyard.model.config_values import wrong_size
 from steelyard.model.own import Split
-from steelyard.model.read import config_hash
+from steelyard.model.read import config_hash, wrong_size
 from steelyard.model.small import WIDTH_KEYS
 from steelyard.model.split import ModelSplit, wrong_split
 from steelyard.modules.kept_splits import keep_split, kept_split

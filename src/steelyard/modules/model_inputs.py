@@ -38,8 +38,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
-from steelyard.model.config_values import ROUTER_LOSS
-from steelyard.model.family import BEGIN_WITH_THE_LAST, Task
+from steelyard.model.family import BEGIN_WITH_THE_LAST, ROUTER_LOSS, Task
 from steelyard.model.split import ModelSplit, SplitFeatures
 from steelyard.modules.known_values import is_known, known_of
 from steelyard.modules.not_split import failed_at

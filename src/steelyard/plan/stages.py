@@ -5,7 +5,7 @@ its own file (`steelyard.plan.dimensions`). `num_slices` defines how the gradien
 summed: the runtime sums them this way, and the cost model counts it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -17,7 +17,7 @@ from steelyard.model.chain import LayerRole, LayerType, ModelChain, SharedWeight
 from steelyard.plan.dimensions import DIMENSIONS, modes
 from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.part import PlanPart
-from steelyard.plan.strategy import Remat, Strategy, parse_parallel
+from steelyard.plan.strategy import Remat, Strategy, parse_parallel, shape_strategies
 
 SLICES_PER_RANK = 4
 """Slices per tensor-parallel rank; three in fp32 need less than a rank's part of a matrix in its own backward pass."""
@@ -60,6 +60,14 @@ def illegal_reason(layer_type: LayerType, strategy: Strategy, batch: Batch) -> s
     if not strategy.is_aligned:
         return f"the levels of {strategy.parallel} are not consecutive axes of the stage mesh"
     return None
+
+
+def legal_shapes(layer_type: LayerType, degree: int, seq_len: int) -> Iterator[Strategy]:
+    """Yield the strategies that give a layer type distinct shapes at a degree; none if the degree is illegal."""
+    batch = Batch(microbatch_samples=degree, seq_len=seq_len)
+    for strategy in shape_strategies(degree):
+        if illegal_reason(layer_type, strategy, batch) is None:
+            yield strategy
 
 
 LayerPlace = Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]

@@ -42,7 +42,7 @@ from steelyard.planning.pins import pins_of
 from steelyard.precision import Precision
 from steelyard.profiles.profile import Profile
 from steelyard.search import TIME_LIMIT_S
-from steelyard.tracer.packaged import TRACER_VERSION
+from steelyard.tracer.cache import TRACER_VERSION
 from steelyard.units import parse_bytes
 
 GivenProfiles = str | Path | Profile | Mapping[str, str | Path | Profile]

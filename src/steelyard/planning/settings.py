@@ -7,8 +7,7 @@ from steelyard.cost.job import Job, layer_precision
 from steelyard.cost.kernels import job_under
 from steelyard.engines import ENGINES, check_levers, engine_of
 from steelyard.engines.capabilities import block_layers, unsupported
-from steelyard.engines.engine import Engine
-from steelyard.engines.settings import Settings
+from steelyard.engines.engine import Engine, Settings
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.files import read_text
 from steelyard.hardware import parse_cluster

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Prediction, layers_text
-from steelyard.report.answer import decision, pipeline_text
+from steelyard.report.plan_table import decision, pipeline_text
 from steelyard.report.tables import Paragraph, number, plain_table
 from steelyard.units import format_bytes, format_seconds
 

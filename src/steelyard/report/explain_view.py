@@ -11,16 +11,18 @@ from rich.text import Text
 from steelyard.plan.choices import ComparedBaseline, Explanation, SlowNode, StrategyVerdict, Verdict, WhyNot
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import SAME_SHARE, Prediction, gain_text, simplicity_line
-from steelyard.report.answer import decision, pipeline_text, stage_texts
 from steelyard.report.compare_view import compare_view
 from steelyard.report.plan_table import (
     MAX_STAGE_COLUMNS,
     alternative_table,
     as_good_line,
+    decision,
     link_lines,
+    pipeline_text,
     pool_lines,
     reason_lines,
     stage_table,
+    stage_texts,
     step_text,
     term_table,
     total_table,

@@ -21,8 +21,7 @@ from torch.optim import SGD
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
-from steelyard.model.config_values import ROUTER_LOSS
-from steelyard.model.family import Task
+from steelyard.model.family import ROUTER_LOSS, Task
 from steelyard.modules.build import build_model
 from steelyard.modules.freezing import freeze_model
 from steelyard.modules.levers.train import own_name

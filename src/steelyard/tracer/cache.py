@@ -1,22 +1,158 @@
-"""Cache of traces on disk, by everything that a trace depends on, so that a model is traced once.
+r"""Traces kept for later: in a cache on disk, by everything that a trace depends on, and in the package.
 
-Traces of the package (`steelyard.tracer.packaged`) are looked up after the folder. The key is made without importing
-torch: planning needs no torch if the trace is in either place.
+The key is made without importing torch: planning needs no torch if the trace is in either place. The package is looked
+up after the folder.
+
+A packaged trace holds the profile of a model at three lengths of each span of lengths, or at a length by itself.
+Whatever a layer does or holds is a sum over its operations of products of shapes, and in no operation does the length
+stand more than twice; so at another length $S$ of the span every quantity $q$ lies on the parabola through its values
+at the three,
+
+$$q(S) = \sum_i q(S_i) \prod_{j \ne i} \frac{S - S_j}{S_i - S_j}$$
+
+computed in whole numbers. That the largest of several bytes (a peak) is the same sum in a whole span is no law, so
+whoever makes a packaged trace compares it with traces at further lengths, the ends of the span among them, and packages
+single lengths where it misses (`benchmarks/package_traces.py`).
+
+What enters a trace is kept with it, as in the key of the cache; one made otherwise than the tracer of today would, or
+than the installed torch and transformers would, counts as missing.
 """
 
+import gzip
+import json
 import logging
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from functools import cache, partial
+from importlib import resources
+from math import lcm, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from steelyard.errors import InvalidProfileError
-from steelyard.installed import TRAINING, installed_version, require_training
+from steelyard.installed import TRAINING, installed_version, is_as_made, require_training
 from steelyard.model.chain import ModelChain
 from steelyard.modules.any_model import changed_split_refused, split_of
 from steelyard.plan.file import default_folder, digest, keep, parse_file
+from steelyard.plan.stages import legal_shapes
 from steelyard.precision import LayerPrecision
-from steelyard.profiles.profile import Profile
-from steelyard.tracer.packaged import ATTENTION, TRACER_VERSION, packaged_lengths, packaged_trace
+from steelyard.profiles.profile import LayerProfile, Profile, ProfileIdentity
+
+TRACER_VERSION = 11
+"""Version of the counts; bump when the tracer counts differently."""
+ATTENTION = "sdpa"
+"""Attention implementation of transformers that is traced."""
+LEFT_OUT = "products"
+"""Shapes of matrix products, which only some levers' prices need; how equal ones are folded depends on the length."""
+
+
+def trace_file(config_hash: str, precision: LayerPrecision) -> Any:
+    """Path of the packaged trace of a config; the file need not exist."""
+    return resources.files("steelyard.tracer") / "traces" / f"{config_hash}-{precision}.json.gz"
+
+
+def packaged_trace(
+    chain: ModelChain, *, seq_len: int, precision: LayerPrecision, degrees: Iterable[int]
+) -> Profile | None:
+    """Return the result of `steelyard.tracer.trace.trace` from the package; None if the package does not have it."""
+    content = _content(chain, precision)
+    if content is None:
+        return None
+    return profile_at(content, chain, seq_len=seq_len, degrees=sorted(set(degrees) | {1}))
+
+
+def _content(chain: ModelChain, precision: LayerPrecision) -> dict[str, Any] | None:
+    """Return the content of a model's packaged trace; None if there is none that holds for what is installed."""
+    file = trace_file(chain.config_hash, precision)
+    if not file.is_file():
+        return None
+    content: dict[str, Any] = json.loads(gzip.decompress(file.read_bytes()))
+    is_current = content["key"] == {"tracer": TRACER_VERSION, "attention": ATTENTION}
+    return content if is_current and is_as_made(content["made_with"]) else None
+
+
+def packaged_lengths(chain: ModelChain, precision: LayerPrecision) -> str:
+    """Return the packaged lengths and degrees of a model as words for messages; empty if there are none that hold."""
+    content = _content(chain, precision)
+    if content is None:
+        return ""
+    spans = [
+        f"{each['first']}–{each['last']}" if len(each["lengths"]) > 1 else str(each["first"])
+        for each in content["spans"]
+    ]
+    return f"{', '.join(spans)} tokens on nodes of {', '.join(map(str, content['degrees']))} devices"
+
+
+def profile_at(content: dict[str, Any], chain: ModelChain, *, seq_len: int, degrees: Sequence[int]) -> Profile | None:
+    """Return the profile at a length from a packaged trace; None if it does not cover the length or the degrees."""
+    wanted = {
+        (layer_type.name, frozenset(strategy.shape.items())): degree
+        for degree in degrees
+        for layer_type in chain.layer_types
+        for strategy in legal_shapes(layer_type, degree, seq_len)
+    }
+    span = next((each for each in content["spans"] if each["first"] <= seq_len <= each["last"]), None)
+    if span is None or not set(wanted.values()) <= set(content["degrees"]):
+        return None
+    shares = _shares(span["lengths"], seq_len)
+    layers = [
+        LayerProfile.model_validate(_along(at_lengths, shares, content["sizes"]))
+        for at_lengths in zip(*span["layers"], strict=True)
+        if (at_lengths[0]["kind"], frozenset(at_lengths[0]["degrees"].items())) in wanted
+    ]
+    identity = span["identity"] | {"model_name": chain.name, "seq_len": seq_len}
+    return Profile(identity=ProfileIdentity.model_validate(identity), layers=tuple(layers))
+
+
+class _Shares(NamedTuple):
+    """Weights of the values at each traced length: whole numbers over a common divisor."""
+
+    counts: tuple[int, ...]
+    divisor: int
+
+
+def _shares(lengths: Sequence[int], seq_len: int) -> _Shares:
+    parts = [prod(Fraction(seq_len - b, a - b) for b in lengths if b != a) for a in lengths]
+    divisor = lcm(*(Fraction(part).denominator for part in parts))
+    return _Shares(tuple(int(part * divisor) for part in parts), divisor)
+
+
+def _along(values: Sequence[Any], shares: _Shares, sizes: Sequence[int]) -> Any:
+    """Return one entry of a layer's profile from its values at each traced length."""
+    first = values[0]
+    if isinstance(first, dict):
+        if "at" in first:
+            low, high = (_along(each, shares, sizes) for each in zip(*(value["at"] for value in values), strict=True))
+            slope = (high - low) / (sizes[1] - sizes[0])
+            return {"constant": low - slope * sizes[0], "per_sample": slope}
+        return {key: _along([value[key] for value in values], shares, sizes) for key in first}
+    if isinstance(first, list):
+        return [_along(each, shares, sizes) for each in zip(*values, strict=True)]
+    if isinstance(first, str) or first is None or all(value == first for value in values):
+        return first
+    if all(isinstance(value, int) for value in values):
+        total = sum(value * count for value, count in zip(values, shares.counts, strict=True))
+        return total / shares.divisor if total % shares.divisor else total // shares.divisor
+    exact = sum(Fraction(value) * count for value, count in zip(values, shares.counts, strict=True)) / shares.divisor
+    return float(exact)
+
+
+def counted_at(value: Any, sizes: Sequence[int]) -> Any:
+    """Return a part of a profile as packaged traces store it: counts at ``sizes`` instead of the lines through them."""
+    if isinstance(value, dict):
+        if set(value) == {"constant", "per_sample"}:
+            return {"at": [_half(value["constant"] + value["per_sample"] * size) for size in sizes]}
+        return {key: counted_at(each, sizes) for key, each in value.items() if key != LEFT_OUT}
+    if isinstance(value, list):
+        return [counted_at(each, sizes) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _half(value: float) -> int | float:
+    """Return a count as it was: a whole number, or a half in causal attention, which does half of the work."""
+    twice = round(2 * value)
+    return twice / 2 if twice % 2 else twice // 2
+
 
 _logger = logging.getLogger(__name__)
 

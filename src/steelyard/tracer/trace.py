@@ -24,13 +24,13 @@ from steelyard.model.chain import LayerType, ModelChain
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.own_pieces import OwnModel
+from steelyard.plan.stages import legal_shapes
 from steelyard.plan.strategy import Remat
 from steelyard.precision import LayerPrecision
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Profile, ProfileIdentity, Recomputation, Work
 from steelyard.profiles.shapes import DIMS, Affine, AttentionCall, Dim, Product
 from steelyard.tracer.counting import OpCounts, Operations, SeenProduct
 from steelyard.tracer.layer import CountedLayer, TracedLayer, fake_world, observe
-from steelyard.tracer.packaged import legal_shapes
 
 
 def folded_products(

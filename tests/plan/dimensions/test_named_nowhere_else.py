@@ -49,7 +49,6 @@ THEIRS = "uses what torch, transformers or a config call so"
 MAY_HOLD = {
     "engines/__init__.py": THEIRS,
     "engines/config_entries.py": THEIRS,
-    "engines/settings.py": LANGUAGE,
     "integrations/transformers.py": LANGUAGE,
     "levers/quantized_base.py": DATA,
     "levers/train.py": "says which layers of a model with adapters divide, and why others do not",

@@ -1,20 +1,25 @@
 """The page of a plan: the decision in one sentence with figures, then all sections, with inline style and script."""
 
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
+from statistics import median
 
+from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.plan import Plan, headline
-from steelyard.plan.prediction import shortfall
+from steelyard.plan.prediction import Alternative, shortfall
+from steelyard.profiles.record import RankRecord, RunRecord
 from steelyard.report.html.assumptions import assumption_section, link_text
 from steelyard.report.html.bars import memory_section, time_section
-from steelyard.report.html.baselines import baseline_section
+from steelyard.report.html.chart import Chart, Line, chart
 from steelyard.report.html.contents import ReportContents, glossary_section, term
-from steelyard.report.html.markup import Child, Html, document, join, section, tag
-from steelyard.report.html.measured import measured_section
+from steelyard.report.html.markup import Child, Html, document, folded, join, section, table, tag
 from steelyard.report.html.strategies import strategy_section
 from steelyard.report.html.timeline import timeline_section
 from steelyard.report.html.trade_off import trade_off_section
-from steelyard.report.plan_table import gain_sentence
-from steelyard.units import format_bytes, format_count, format_plural, format_seconds, format_tera
+from steelyard.report.plan_table import as_good_line, gain_sentence, step_text, why_lost
+from steelyard.report.run_table import beside
+from steelyard.report.tables import cell
+from steelyard.units import format_bytes, format_change, format_count, format_plural, format_seconds, format_tera
 
 _TILE = ("name", "figure", "below")
 
@@ -173,3 +178,150 @@ def report_page(found: ReportContents) -> str:
     written = tag("p", f"Written by steelyard {version('steelyard')} from {name}.")
     content = (*sections, tag("footer", tag("dl", facts), written))
     return document(title, headline(found.plan), content, script="timeline.js")
+
+
+MOST_RANKS = 16
+"""Maximum number of ranks shown. With more, only the fullest of each stage is shown."""
+
+
+def measured_section(found: ReportContents) -> Html | None:
+    """Build the section of step time, throughput and memory, predicted and measured, and the course of the run.
+
+    None without a record.
+    """
+    record = found.record
+    if record is None:
+        return None
+    ratio = found.prediction.step_time_s / record.median_step_s
+    verdict = "as predicted" if abs(ratio - 1) < 0.01 else f"{abs(ratio - 1):.0%} {'less' if ratio < 1 else 'more'}"
+    over = [rank for rank in record.ranks if rank.peak_bytes > _predicted_bytes(found, rank)]
+    memory = (
+        f"{format_plural(len(over), 'rank')} held more than the bound"
+        if over
+        else "no rank held more than was predicted"
+    )
+    typical = median(step.time_s for step in record.steps)
+    losses = tuple((float(step.step), step.loss) for step in record.steps)
+    rows = [
+        (str(step.step), f"{step.loss:.4f}", format_seconds(step.time_s), f"{step.time_s / typical:.2f}")
+        for step in record.steps
+    ]
+    lead = (
+        f"{format_plural(len(record.steps), 'step')} on {record.num_devices} × {record.device}, median "
+        f"{format_seconds(record.median_step_s)}; predicted {verdict}; {memory}."
+    )
+    return section(
+        "measured",
+        "Predicted and measured",
+        tag("p", lead),
+        table(("", "predicted", "measured", "predicted / measured"), _rows(found, record), numeric=(1, 2, 3)),
+        chart(Chart(title="Loss of every step", x_label="step", y_label="loss", lines=(Line(points=losses),)))
+        if len(losses) > 1
+        else None,
+        folded("Every step", table(("step", "loss", "time", "time / median"), rows, numeric=range(4))),
+    )
+
+
+def _rows(found: ReportContents, record: RunRecord) -> Iterable[tuple[str, ...]]:
+    prediction = found.prediction
+    yield beside("step time", prediction.step_time_s, record.median_step_s, format_seconds)
+    speed = record.tokens_per_s / record.num_devices
+    yield beside("tokens/s/device", prediction.tokens_per_s_per_device, speed, "{:,.0f}".format)
+    if prediction.mfu is not None and record.mfu:
+        yield beside("MFU", prediction.mfu, record.mfu, "{:.1%}".format)
+    yield from _busy_rows(found, record)
+    fullest = {rank.stage: rank for rank in sorted(record.ranks, key=lambda rank: (rank.peak_bytes, -rank.rank))}
+    for rank in record.ranks if len(record.ranks) <= MOST_RANKS else (fullest[stage] for stage in sorted(fullest)):
+        name = f"memory of rank {rank.rank} (stage {rank.stage})"
+        yield beside(name, _predicted_bytes(found, rank), rank.peak_bytes, format_bytes)
+
+
+def _busy_rows(found: ReportContents, record: RunRecord) -> Iterable[tuple[str, ...]]:
+    """Yield a row per stage of a pipeline with the busy time per step of its busiest rank, predicted and measured."""
+    busy: dict[int, float] = {}
+    for rank in record.ranks:
+        if rank.busy_s is not None:
+            busy[rank.stage] = max(busy.get(rank.stage, 0.0), rank.busy_s)
+    if found.plan.num_stages == 1:
+        return
+    for stage, seconds in sorted(busy.items()):
+        if record.predicted_busy_s is not None:
+            expected = record.predicted_busy_s[stage]
+        else:
+            expected = found.prediction.stages[stage].total_time_s * found.plan.num_microbatches
+        yield beside(f"stage {stage} at work", expected, seconds, format_seconds)
+
+
+def _predicted_bytes(found: ReportContents, rank: RankRecord) -> int:
+    return found.prediction.stages[rank.stage].total_bytes
+
+
+SHOWN = 8
+WIDEST = 0.5
+"""Slowdown from which on a plan has the longest bar, as a fraction."""
+
+
+def baseline_section(found: ReportContents) -> Html:
+    """Build the section of the baselines that were searched, and of the plan's own alternatives with their reasons."""
+    study, alternatives = found.study, found.prediction.alternatives
+    parts: list[Child] = []
+    if study.explanation.binds:
+        parts.append(tag("p", study.explanation.binds))
+    if study.explanation.rivals or study.explanation.budgets:
+        parts += [
+            tag("h3", "The best plan instead"),
+            tag("p", f"Each line was searched again, among {study.scope}.", class_="hint"),
+            _baseline_table((*study.explanation.rivals, *study.explanation.budgets)),
+            tag("p", line) if (line := as_good_line(found.prediction, study.explanation.rivals)) else None,
+        ]
+    if study.left_out:
+        parts.append(
+            tag(
+                "p",
+                f"No time was left for {', '.join(study.left_out)}: steelyard report {found.plan_file} "
+                "without --time-limit searches them, steelyard explain shows them too.",
+                class_="hint",
+            )
+        )
+    if alternatives:
+        parts += [tag("h3", "Other pipeline configurations"), _alternative_table(found, alternatives[:SHOWN])]
+        if len(alternatives) > SHOWN:
+            rest = alternatives[SHOWN:]
+            parts.append(folded(f"{len(rest)} more that lost", _alternative_table(found, rest)))
+    if not parts:
+        parts.append(
+            tag(
+                "p", f"Nothing was compared with this plan: steelyard explain {found.plan_file} searches its baselines."
+            )
+        )
+    return section("rivals", "Why the others lost", *parts)
+
+
+def _baseline_table(baselines: Sequence[ComparedBaseline]) -> Html:
+    rows: list[tuple[Child, ...]] = []
+    configs = {baseline.setting for baseline in baselines if baseline.setting}
+    for baseline in baselines:
+        if baseline.step_time_s is None:
+            missing = baseline.missing_bytes
+            reason = "no legal strategy" if missing is None else f"does not fit: {format_bytes(missing)} short"
+            rows.append((baseline.name, "–", "–", reason))
+        else:
+            slowdown = baseline.slowdown or 0.0
+            look, width = "slower" if slowdown >= 0 else "faster", min(abs(slowdown) / WIDEST, 1.0) * 4
+            rows.append(
+                (
+                    baseline.name,
+                    step_text(baseline),
+                    [tag("i", class_=look, style=f"width:{width:.2f}em", aria_hidden="true"), format_change(slowdown)],
+                    baseline.strategies if len(configs) == 1 else f"{baseline.setting}: {baseline.strategies}",
+                )
+            )
+    return table(("", "step", "slower", "plan"), rows, numeric=(1, 2))
+
+
+def _alternative_table(found: ReportContents, alternatives: Sequence[Alternative]) -> Html:
+    rows = [
+        (each.description, step_text(each), cell(each.memory_bytes, format_bytes), why_lost(found.prediction, each))
+        for each in alternatives
+    ]
+    return table(("candidate", "step", "memory", "why it lost"), rows, numeric=(1, 2))
