@@ -8,7 +8,7 @@ import pytest
 
 from steelyard.levers import Levers
 from steelyard.plan.choices import Advice, Found
-from steelyard.plan.part import notebook_html
+from steelyard.plan.plan import notebook_html
 from tests.cost.examples import cluster, job, plan
 from tests.report.html.examples import HOSTILE, pipelined, trade_offs
 

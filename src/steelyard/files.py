@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel, ConfigDict
 
 from steelyard.units import KIB, MIB, format_bytes
 
@@ -30,6 +31,12 @@ MOST_YAML_VALUES = 2**14
 """Maximum number of values of a YAML file, with aliased values counted at every occurrence."""
 
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class FilePart(BaseModel):
+    """Base class of all parts of the package's own files: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES) -> str:

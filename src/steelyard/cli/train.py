@@ -83,8 +83,7 @@ def train(
 def _elastic(
     plan: Plan, path: Path, options: TrainOptions, hosts: str | None, rendezvous: str | None
 ) -> Elastic | None:
-    """Return the settings of an elastic run; raises `UserError` if it could not replan, or if its options are
-    incomplete."""
+    """Return the settings of an elastic run; raises `UserError` if it cannot replan or its options are incomplete."""
     if (hosts is None) != (rendezvous is None) or (hosts is not None and not options.elastic):
         raise UserError(
             field="--hosts",

@@ -82,8 +82,7 @@ def _write(request: Request) -> Draft:
 
 
 def kept_gathered(request: Request) -> list[str]:
-    """Return lines on parameters that accelerate gathers once per microbatch at any ZeRO stage
-    (``utils/fsdp_utils.py``)."""
+    """Return lines on parameters gathered once per microbatch at any ZeRO stage (``utils/fsdp_utils.py``)."""
     if request.plan.chain().tied_embeddings:
         return [_TIED]
     return [GATHERED_TAIL] if UniformPlan.of(request.plan).zero == 3 else []

@@ -130,8 +130,7 @@ class Engine:
     """Execution of plans, as far as it changes time or memory; the default is that of `steelyard.runtime`."""
     precisions: tuple[Precision, ...] = ("bf16", "fp32")
     refuse: Callable[[ModelChain, int], None] = lambda chain, seq_len: None
-    """Function that raises `UserError` if the engine cannot train a model or sequence length; called before any
-    search."""
+    """Function that raises `UserError` if the engine cannot train a model or length; called before any search."""
     targets: tuple[Target, ...] = ()
     """Ways to write a plan for it."""
     reader: Reader | None = None

@@ -186,8 +186,7 @@ def _styles(chain: ModelChain, layer_type: LayerType) -> dict[str, str]:
 
 
 def _chain(chain: ModelChain, seq_len: int) -> dict[str, Any]:
-    """Return the information on the model that the script needs besides its config, by paths of modules and
-    parameters."""
+    """Return what the script needs to know of the model besides its config, by paths of modules and parameters."""
     split = chain.split
     assert isinstance(split, ModelSplit), "checked above"
     layers = range(chain.num_layers)

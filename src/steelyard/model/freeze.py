@@ -7,19 +7,16 @@ have no backward pass; a frozen layer after it passes gradients on to its inputs
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from steelyard.files import FilePart
 from steelyard.units import format_count
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Place = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class FrozenLayers(_Part):
+class FrozenLayers(FilePart):
     """Consecutive layers of the chain with the same frozen parts."""
 
     layers: tuple[Place, Place]
@@ -28,7 +25,7 @@ class FrozenLayers(_Part):
     """Paths in the layer of the frozen modules or parameters; empty if the whole layer is frozen."""
 
 
-class Freeze(_Part):
+class Freeze(FilePart):
     """Frozen parts of a model."""
 
     patterns: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from steelyard.files import FilePart
 from steelyard.model.family import Layout, SharedWeight, Task
 from steelyard.model.split import (
     ModelSplit,
@@ -23,7 +24,6 @@ from steelyard.model.split import (
     SplitFeatures,
     SplitLayers,
     SplitLayerType,
-    SplitPart,
     SplitStream,
     check_layers,
     check_place,
@@ -39,7 +39,7 @@ BUILDER = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
 """Reference to the function that builds a user's own module: ``FILE.py:FUNCTION``."""
 
 
-class OwnInput(SplitPart):
+class OwnInput(FilePart):
     """Tensor of a sample, with its path in the sample."""
 
     path: str

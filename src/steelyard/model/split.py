@@ -12,9 +12,10 @@ from dataclasses import fields
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from steelyard.errors import InvalidModelError
+from steelyard.files import FilePart
 from steelyard.limits import MOST_LAYERS, MOST_SIZE
 from steelyard.model.family import LayerRole, LayerType, Layout, SharedWeight, Task, Tensor
 from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, patches_of, sizes_of
@@ -88,13 +89,7 @@ SPLIT_VERSION = 8
 Count = Annotated[int, Field(ge=1, lt=2**53)]
 
 
-class SplitPart(BaseModel):
-    """Base of the parts of a split."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
-
-
-class SplitLayerType(SplitPart):
+class SplitLayerType(FilePart):
     """Layer type of a split; see `LayerType` for the fields of the same names."""
 
     name: str
@@ -108,7 +103,7 @@ class SplitLayerType(SplitPart):
     """Reason why tp is inferred from structure: unread styles of the model's own plan, or why it is not proved."""
     num_experts: Annotated[int, Field(ge=0, lt=2**53)] = 0
     attention: str = "full_attention"
-    styles: dict[str, str] = {}
+    styles: dict[str, str] = Field(default_factory=dict)
     """Styles of the modules that tensor parallelism divides, by path in the layer, as in `Family.tp`."""
     tokens: tuple[Annotated[int, Field(ge=0, lt=2**53)], Annotated[int, Field(ge=0, lt=2**53)]] = (1, 0)
     shape: tuple[Count, ...] = ()
@@ -154,7 +149,7 @@ def _resized(shape: tuple[int, ...], width: int, before: int, patches: tuple[int
     return (shape[0] * width // before, *shape[1:]) if shape else ()
 
 
-class BlockCall(SplitPart):
+class BlockCall(FilePart):
     """Calling convention of blocks: where the hidden state is passed in and returned."""
 
     argument: Place | str = 0
@@ -229,7 +224,7 @@ def _with(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
     return (*values[:place], value, *values[place + 1 :])
 
 
-class SplitEncoder(SplitPart):
+class SplitEncoder(FilePart):
     """First of two lists of blocks: an encoder that the decoder's blocks read, or an image tower."""
 
     blocks: str
@@ -254,7 +249,7 @@ class SplitEncoder(SplitPart):
         return BlockCall(argument=self.encoded, order=self.order)
 
 
-class SplitFeatures(SplitPart):
+class SplitFeatures(FilePart):
     """Input of the first layer of a model whose samples hold more than token ids."""
 
     name: str
@@ -277,7 +272,7 @@ class SplitFeatures(SplitPart):
         return f"{read}; {seq_len} tokens, of which the first {self.places} are the image's and the others text"
 
 
-class SplitStream(SplitPart):
+class SplitStream(FilePart):
     """Cross-layer input: a tensor that flows past blocks alongside the hidden state to the blocks that read it."""
 
     argument: Place | str
@@ -330,7 +325,7 @@ class SplitStream(SplitPart):
         return self.model_copy(update={"shape": tuple(sizes.get(size, size) for size in self.shape)})
 
 
-class SplitLayers(SplitPart):
+class SplitLayers(FilePart):
     """Queries on the split of any model, of transformers or a user's own module."""
 
     if TYPE_CHECKING:

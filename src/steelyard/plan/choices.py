@@ -10,16 +10,16 @@ from typing import Literal, NamedTuple
 
 from typing_extensions import TypedDict
 
+from steelyard.files import FilePart
 from steelyard.levers.lever import Result
-from steelyard.plan.part import PlanPart, notebook_html
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import Plan, notebook_html
 from steelyard.plan.prediction import CostSource, margin_text
 from steelyard.units import GIB, format_bytes
 
 Verdict = Literal["not offered", "illegal", "dominated", "undominated"]
 
 
-class FrontierPoint(PlanPart):
+class FrontierPoint(FilePart):
     """Fastest plan within a memory limit."""
 
     memory_bytes: int
@@ -33,7 +33,7 @@ class FrontierPoint(PlanPart):
     """Whether this is the fastest plan within the budget, the one that `steelyard plan --simplify 0` chooses."""
 
 
-class DevicePoint(PlanPart):
+class DevicePoint(FilePart):
     """Fastest plan on a number of devices, or the reason why there is none."""
 
     num_devices: int
@@ -55,7 +55,7 @@ class DevicePoint(PlanPart):
     """Reason why nothing fits; empty if a plan fits."""
 
 
-class TradeOffs(PlanPart):
+class TradeOffs(FilePart):
     """Step time against memory on one cluster, and time and cost against the number of devices."""
 
     model: str
@@ -96,7 +96,7 @@ class TradeOffs(PlanPart):
     _repr_html_ = notebook_html
 
 
-class StrategyVerdict(PlanPart):
+class StrategyVerdict(FilePart):
     """Whether a strategy could be useful for a layer type in a pipeline configuration, and the reason if not."""
 
     kind: str
@@ -107,7 +107,7 @@ class StrategyVerdict(PlanPart):
     """The rule that forbids it, or the strategy that dominates it; empty if undominated."""
 
 
-class NotSearched(PlanPart):
+class NotSearched(FilePart):
     """Configuration values that were never searched, and the reason."""
 
     what: str
@@ -117,7 +117,7 @@ class NotSearched(PlanPart):
     reason: str
 
 
-class ComparedBaseline(PlanPart):
+class ComparedBaseline(FilePart):
     """Best plan under a restriction, to compare with the explained plan."""
 
     name: str
@@ -136,7 +136,7 @@ class ComparedBaseline(PlanPart):
     """Reason why nothing was searched; empty if it was."""
 
 
-class WhyNot(PlanPart):
+class WhyNot(FilePart):
     """Counterfactual: the best plan that meets the request, or why there is none; or the user's own plan, priced."""
 
     asked: str
@@ -147,7 +147,7 @@ class WhyNot(PlanPart):
     """Extension of the search for this request, beyond what the search of the plan covers."""
 
 
-class Recut(PlanPart):
+class Recut(FilePart):
     """Plan that gives the node of a slow rank its own stages, priced with these stages as slow as the rank."""
 
     step_time_s: float
@@ -159,7 +159,7 @@ class Recut(PlanPart):
     strategies: str
 
 
-class SlowNode(PlanPart):
+class SlowNode(FilePart):
     """A slow rank of a run, with the step as predicted, slowed by the rank, without its node, and repartitioned."""
 
     rank: str
@@ -177,7 +177,7 @@ class SlowNode(PlanPart):
     """The repartitioned plan; None if none was searched, or if the best one has only the slow node or leaves it out."""
 
 
-class Explanation(PlanPart):
+class Explanation(FilePart):
     """Reasons for choosing a plan; each baseline was searched again under its restriction."""
 
     binds: str
@@ -195,7 +195,7 @@ class Explanation(PlanPart):
     """Verdict on every strategy of the decision tree, for the pipeline configuration of the plan."""
 
 
-class PlanStudy(PlanPart):
+class PlanStudy(FilePart):
     """Context of a plan in a report: baselines, and time against memory, as far as the time limit allowed."""
 
     scope: str
@@ -209,7 +209,7 @@ class PlanStudy(PlanPart):
     """Baselines that the time limit left out."""
 
 
-class Axis(PlanPart):
+class Axis(FilePart):
     """One control of an exploration: its values in words and as command-line options."""
 
     name: str
@@ -222,7 +222,7 @@ class Axis(PlanPart):
     """Index of the requested value."""
 
 
-class ExploredPoint(PlanPart):
+class ExploredPoint(FilePart):
     """Fastest plan found at one point of the axes, or the reason why there is none."""
 
     place: tuple[int, int, int, int, int]
@@ -233,7 +233,7 @@ class ExploredPoint(PlanPart):
     """Reason why there is no plan; empty if there is one."""
 
 
-class Exploration(PlanPart):
+class Exploration(FilePart):
     """Plans solved over software and levers, sequence length or batch, devices, and memory."""
 
     model: str

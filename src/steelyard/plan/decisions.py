@@ -6,17 +6,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from steelyard.errors import UserError
+from steelyard.files import FilePart
 from steelyard.limits import MOST_DEVICES, DeviceCount, Microbatches
 from steelyard.plan.dimensions import DIMENSIONS, modes
-from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 from steelyard.schedules.name import ScheduleName
 
 Space = Literal["full", "paper"]
 Partition = Literal["exact", "bmw", "even", "memory-balanced"]
-"""Method of cutting layers into stages: ``exact`` cuts and chooses strategies jointly, the others are for
-comparison."""
+"""Method of cutting layers into stages: ``exact`` also chooses strategies, the others are for comparison."""
 
 
 def _keys_among(known: Callable[[], Collection[str]]) -> AfterValidator:
@@ -39,7 +38,7 @@ _OPTIONS = {
 """Command-line options whose names differ from the fields."""
 
 
-class Decisions(PlanPart):
+class Decisions(FilePart):
     """Decisions taken before the search; a field that is None leaves the choice to the search."""
 
     pins: tuple[str, ...] = ()

@@ -6,12 +6,14 @@ by as many processes as it has ranks. ``prediction`` is absent in a plan written
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import accumulate
 from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidPlanError
+from steelyard.files import FilePart
 from steelyard.hardware import Cluster, HardwareFile, PoolsFile, cluster_of, parse_pools
 from steelyard.levers import Asked, Levers
 from steelyard.limits import Microbatches, Samples, Tokens
@@ -21,7 +23,6 @@ from steelyard.model.own import Split
 from steelyard.model.read import planned_model
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions.dimension import Batch
-from steelyard.plan.part import PlanPart, notebook_html
 from steelyard.plan.prediction import (
     HOURS_PER_DAY,
     SECONDS_PER_HOUR,
@@ -39,7 +40,13 @@ from steelyard.schedules.name import ScheduleName
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 
-class PlanModel(PlanPart):
+def notebook_html(value: object) -> str:
+    """Return the notebook HTML of a value. It loads `steelyard.report`, a layer above this one, only when called."""
+    text: str = import_module("steelyard.report.html.notebook").fragment(value)
+    return text
+
+
+class PlanModel(FilePart):
     """The model: a packaged name, or any name with its Hugging Face config."""
 
     name: str
@@ -51,7 +58,7 @@ class PlanModel(PlanPart):
     """Frozen parameters; absent if everything is trained."""
 
 
-class Fallback(PlanPart):
+class Fallback(FilePart):
     """Another plan of the same model, batch and devices, to switch to when memory runs out or to measure."""
 
     num_microbatches: Microbatches
@@ -65,7 +72,7 @@ OTHER_PLANS = ("fallbacks", "next_best")
 """Fields of a plan that hold other plans of the same model."""
 
 
-class Plan(PlanPart):
+class Plan(FilePart):
     """A strategy for every layer, stages, microbatches and schedule. Valid once constructed.
 
     ``global_batch`` and the microbatch count samples of ``seq_len`` tokens. Raises `InvalidPlanError` naming the field
@@ -85,8 +92,7 @@ class Plan(PlanPart):
     precision: Precision
     schedule: ScheduleName = USUAL.name
     pass_order: tuple[str, ...] = Field(default=(), exclude_if=lambda rows: not rows)
-    """Row of each stage in torch's CSV format, if the schedule orders passes by their times; absent for its usual
-    order."""
+    """Row of each stage in torch's CSV format, if the schedule orders passes by times; absent for its usual order."""
     engine: str | None = None
     """Name of the engine that runs the plan; absent for steelyard's own runtime."""
     levers: dict[str, str] = Field(default_factory=dict, exclude_if=lambda texts: not texts)

@@ -12,9 +12,9 @@ from pydantic import Field, model_validator
 
 from steelyard import limits
 from steelyard.errors import InvalidPlanError
+from steelyard.files import FilePart
 from steelyard.hardware import Backend
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.plan.part import PlanPart
 from steelyard.profiles.profile import ProfileIdentity
 from steelyard.units import (
     MOST_COUNT,
@@ -28,7 +28,7 @@ from steelyard.units import (
 )
 
 
-class CatalogueRates(PlanPart):
+class CatalogueRates(FilePart):
     """Catalogue entry with the fractions of data-sheet rates that a device reaches in matrix products and attention."""
 
     generation: str
@@ -51,7 +51,7 @@ class CatalogueRates(PlanPart):
         return f"fitted to published runs of {self.generation}"
 
 
-class ProfileFile(PlanPart):
+class ProfileFile(FilePart):
     """File that a profile was read from."""
 
     path: str
@@ -94,7 +94,7 @@ TOLERANCE = 1e-4
 Status = Literal["optimal", "gap", "simulated", "simplified", "priced"]
 
 
-class Certificate(PlanPart):
+class Certificate(FilePart):
     """Degree of certainty that no plan is faster.
 
     ``optimal``: no plan in the search space is faster under the cost model. ``gap``: the best plan found, within the
@@ -192,7 +192,7 @@ OWN_TERMS = ("compute", "remat", "host", "optimizer", "offload")
 """Time terms in which a rank computes by itself; in the terms of parallelism dimensions it waits for others."""
 
 
-class StagePrediction(PlanPart):
+class StagePrediction(FilePart):
     """Predicted seconds per microbatch and bytes per rank of one stage, each term by name.
 
     Terms are sums over all chunks of the stage.
@@ -214,7 +214,7 @@ class StagePrediction(PlanPart):
         return sum(self.memory_bytes.values())
 
 
-class Alternative(PlanPart):
+class Alternative(FilePart):
     """A candidate that lost, and the reason."""
 
     description: str
@@ -227,7 +227,7 @@ class Alternative(PlanPart):
     """Bytes of the fullest device; absent if not computed exactly."""
 
 
-class FastestPlan(PlanPart):
+class FastestPlan(FilePart):
     """The fastest plan found, which was given up for a simpler one that is slightly slower."""
 
     step_time_s: limits.PositiveSeconds
@@ -241,7 +241,7 @@ class FastestPlan(PlanPart):
     strategies: str
 
 
-class Baseline(PlanPart):
+class Baseline(FilePart):
     """Best plan of a simple way to train that needs no planner, on the same costs."""
 
     name: str
@@ -253,7 +253,7 @@ class Baseline(PlanPart):
     strategies: str = ""
 
 
-class Interval(PlanPart):
+class Interval(FilePart):
     """Range of nine in ten runs similar to a predicted one, and the difference within which plans cannot be ranked."""
 
     low_s: float = Field(ge=0)
@@ -272,7 +272,7 @@ class Interval(PlanPart):
         )
 
 
-class PoolUse(PlanPart):
+class PoolUse(FilePart):
     """An available pool of devices: its costs and memory, and the number of stages in it."""
 
     name: str
@@ -286,7 +286,7 @@ class PoolUse(PlanPart):
     """Reason why the pool is left out."""
 
 
-class HostUse(PlanPart):
+class HostUse(FilePart):
     """Host memory of a node's ranks, for the node with the least memory left.
 
     On GPUs the tensors are pinned, and torch rounds each of them up to a power of two.
@@ -311,7 +311,7 @@ class HostUse(PlanPart):
         return f"{taken}, of {format_bytes(self.memory_bytes)}{rounded}"
 
 
-class Prediction(PlanPart):
+class Prediction(FilePart):
     """Predicted time and memory of a plan, and the certainty that no plan is better."""
 
     step_time_s: limits.PositiveSeconds
@@ -433,7 +433,7 @@ SECONDS_PER_HOUR = 3600
 HOURS_PER_DAY = 24
 
 
-class Training(PlanPart):
+class Training(FilePart):
     """Duration and cost of training on a number of tokens at the predicted step time.
 
     Time outside steps is not counted: start-up, evaluation, checkpoints, and devices that wait or fail.

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from steelyard.errors import InvalidPlanError, nearest
+from steelyard.files import FilePart
 from steelyard.limits import MOST_DEVICES, MOST_LAYERS
 from steelyard.model.chain import LayerRole, LayerType, ModelChain, SharedWeight
 from steelyard.plan.dimensions import DIMENSIONS, modes
 from steelyard.plan.dimensions.dimension import Batch
-from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel, shape_strategies
 
 SLICES_PER_RANK = 4
@@ -76,7 +76,7 @@ LayerPlace = Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]
 RankPlace = Annotated[int, Field(ge=-1, lt=MOST_DEVICES)]
 
 
-class LayerRun(PlanPart):
+class LayerRun(FilePart):
     """Consecutive layers that share one strategy. ``layers`` is the first and the last layer, both included.
 
     Modes of the parallelism dimensions in ``parallel`` (``sp``, ``zero``, …) are additional keys.
@@ -110,7 +110,7 @@ class LayerRun(PlanPart):
 Runs = Annotated[tuple[LayerRun, ...], Field(min_length=1)]
 
 
-class StagePlan(PlanPart):
+class StagePlan(FilePart):
     """A stage of the pipeline: its ranks (first and last, both included), and the runs of its layers in order.
 
     Under a schedule with several chunks per stage, ``chunks`` has the runs of each chunk in place of ``runs``.

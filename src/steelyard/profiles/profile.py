@@ -17,6 +17,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidProfileError
+from steelyard.files import FilePart
 from steelyard.hardware import DeviceType
 from steelyard.limits import (
     MOST_DEVICES,
@@ -31,14 +32,14 @@ from steelyard.limits import (
     Tokens,
 )
 from steelyard.precision import LayerPrecision
-from steelyard.profiles.shapes import Affine, AttentionCall, Product, ProfilePart
+from steelyard.profiles.shapes import Affine, AttentionCall, Product
 
 RematChoice = Literal["selective", "full"]
 """Remat choices that recompute something."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
 
-class Work(ProfilePart):
+class Work(FilePart):
     """Work of one pass of a layer on a device.
 
     ``matmul_flop`` and ``attention_flop`` run on the matrix units. ``matmul_bytes`` are read and written by matmuls and
@@ -76,7 +77,7 @@ class Work(ProfilePart):
         )
 
 
-class CollectiveCount(ProfilePart):
+class CollectiveCount(FilePart):
     """Calls of one collective over the tensor-parallel ranks in one pass of a layer.
 
     ``tensor_bytes`` is the size of the whole tensor that is reduced or gathered, summed over the ``count`` calls.
@@ -87,7 +88,7 @@ class CollectiveCount(ProfilePart):
     tensor_bytes: Affine
 
 
-class MeasuredTime(ProfilePart):
+class MeasuredTime(FilePart):
     """Seconds of one layer for ``samples`` samples on a rank, including tensor-parallel collectives.
 
     ``selective_s`` and ``full_s`` are the seconds that a remat choice adds to forward and backward pass together.
@@ -108,7 +109,7 @@ class MeasuredTime(ProfilePart):
         )
 
 
-class Recomputation(ProfilePart):
+class Recomputation(FilePart):
     """A layer under one remat choice: its bytes, and the additional work of its backward pass.
 
     The bytes replace the fields of the same name in `LayerProfile`.
@@ -126,7 +127,7 @@ Shape = Mapping[str, int]
 """Degrees, by name, that change the shapes of a layer on a rank: tp, and sp alongside tp."""
 
 
-class LayerProfile(ProfilePart):
+class LayerProfile(FilePart):
     """One layer type under the degrees that change its shapes; degrees of 1 are omitted.
 
     ``num_params``: parameters on one rank before data sharding, ``expert_params`` of them in routed experts;
@@ -334,7 +335,7 @@ MOST_MISFIT = 0.3
 """Relative error of a collective's fit above which a profile reports it."""
 
 
-class CollectiveProfile(ProfilePart):
+class CollectiveProfile(FilePart):
     """Measured cost of one collective over ``group_size`` ranks: seconds = latency + tensor bytes / rate.
 
     ``strided`` groups consist of ranks at a fixed stride. ``max_relative_error`` is the largest error of the fit over
@@ -353,7 +354,7 @@ class CollectiveProfile(ProfilePart):
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
-class ProfileIdentity(ProfilePart):
+class ProfileIdentity(FilePart):
     """Model, devices and origin of a profile: part of every key it is stored under, shown with every plan."""
 
     method: Literal["traced", "measured"]
@@ -379,7 +380,7 @@ class ProfileIdentity(ProfilePart):
         return self.method == "measured"
 
 
-class ShardingTime(ProfilePart):
+class ShardingTime(FilePart):
     """Measured seconds that sharding a layer over ``group_size`` ranks adds to a microbatch, excluding its collectives.
 
     Caused by hooks and copies, and by processes that share cores and wait for each other at every layer.
@@ -389,7 +390,7 @@ class ShardingTime(ProfilePart):
     seconds: Seconds
 
 
-class Profile(ProfilePart):
+class Profile(FilePart):
     """All data of the cost model about a model on a device."""
 
     version: Literal[3] = 3

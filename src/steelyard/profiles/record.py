@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast
+from pydantic import ConfigDict, FailFast
 
+from steelyard.files import FilePart
 from steelyard.limits import Bytes, Count, DeviceCount, Factor, PositiveSeconds, Seconds
 from steelyard.units import format_seconds
 
@@ -71,10 +72,10 @@ def slow_ranks(work: Sequence[OwnWork], predicted_s: Sequence[float] | None, sha
     return tuple(sorted(found, key=lambda each: -each.factor))
 
 
-class RecordPart(BaseModel):
-    """Base of all parts of a record: immutable, and an unknown key is an error."""
+class RecordPart(FilePart):
+    """Base of all parts of a record, in which a loss need not be finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+    model_config = ConfigDict(allow_inf_nan=True)
 
 
 class StepRecord(RecordPart):

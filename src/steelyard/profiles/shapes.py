@@ -6,8 +6,9 @@ Identical calls are merged into one with a count to keep traces small.
 
 from typing import Annotated, Literal, overload
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from steelyard.files import FilePart
 from steelyard.limits import MOST_QUANTITY, Count, Quantity
 from steelyard.units import Amount
 
@@ -15,13 +16,7 @@ Size = Annotated[float, Field(gt=0, le=MOST_QUANTITY, allow_inf_nan=False)]
 """Size of a dim for one sample: an integer, or the mean of parts of different sizes."""
 
 
-class ProfilePart(BaseModel):
-    """Base of all parts of a profile: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
-
-
-class Affine(ProfilePart):
+class Affine(FilePart):
     """A quantity of ``constant + per_sample × samples``."""
 
     constant: Quantity = 0.0
@@ -46,7 +41,7 @@ Dim = Literal["groups", "m", "n", "k"]
 DIMS: tuple[Dim, ...] = ("groups", "m", "n", "k")
 
 
-class Product(ProfilePart):
+class Product(FilePart):
     """Matrix products [m, k] × [k, n], ``groups`` of them in one kernel (experts, or a batch), ``count`` such calls.
 
     ``grows`` is the dim that is proportional to the samples, given for one sample; None if there is none. For experts,
@@ -79,7 +74,7 @@ class Product(ProfilePart):
         return self.model_copy(update=sizes)
 
 
-class AttentionCall(ProfilePart):
+class AttentionCall(FilePart):
     """Fused attention with ``heads`` query heads per sample, ``count`` such calls.
 
     ``head_dim`` is the mean of the head dims of queries and values. ``masked``: the kernel reads a mask, for a sliding

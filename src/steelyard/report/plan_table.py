@@ -53,8 +53,7 @@ MAX_STAGE_COLUMNS = 4
 def plan_view(
     plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES, engines: Sequence[ComparedBaseline] = ()
 ) -> RenderableType:
-    """Return the whole plan as one renderable: headline, other engines, strategies, predicted time and memory, plans
-    that lost."""
+    """Return the whole plan: headline, other engines, strategies, predicted time and memory, plans that lost."""
     parts: list[RenderableType] = [
         *(Paragraph(text=line, indent=0, style="bold") for line in headline(plan).splitlines()),
         *(Paragraph(text=f"Other engines: {line}", indent=0) for line in [fastest_engines(engines)] if line),

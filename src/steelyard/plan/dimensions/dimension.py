@@ -110,8 +110,7 @@ class Load(NamedTuple):
     exchanged: Mapping[Phase, tuple[tuple[Collective, int, Amount], ...]] = MappingProxyType({})
     """Collectives that exchange tokens of divided experts, in the form of ``traced``, on the busiest rank."""
     part_sent: float = 1.0
-    """Bytes sent relative to one copy of a token per selected expert: not 1 if it goes once to each place, or to
-    all."""
+    """Bytes sent relative to a copy of a token per selected expert: not 1 if it goes once to each place, or to all."""
     gathers_once: bool = False
     """Whether parameters are gathered once a step, regardless of the number of microbatches."""
     sends_to_all: bool = False

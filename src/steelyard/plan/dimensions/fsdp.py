@@ -64,8 +64,7 @@ def _words(strategy: StrategyView) -> str:
 
 
 def _not_worth(levels: Levels, _devices_per_node: int | None) -> str:
-    """Skip sharding over cp alone together with tp: a gain of about 0.3 % in pipelines for half as much search
-    again."""
+    """Skip sharding over cp alone together with tp: a gain of about 0.3 % in pipelines for half as much search."""
     is_alone = any(level.dimension is FSDP and level.degree == 1 for level in levels)
     if is_alone and any(level.dimension.divides is Divides.TENSORS for level in levels):
         return "states sharded only over cp are searched without tp"

@@ -44,8 +44,7 @@ class ReportContents:
 
     @property
     def pools(self) -> tuple[Job, ...]:
-        """Job on each pool that the plan uses, in the order of their ranks; a single one if all devices are
-        identical."""
+        """Job on each pool that the plan uses, in rank order; a single one if all devices are identical."""
         return () if self.job is None else self.job.used_by(self.plan).by_group
 
     @property

@@ -191,8 +191,7 @@ def _plan(plan: Plan, found: Exploration) -> Html:
 
 
 def plan_layers(plan: Plan) -> Html:
-    """Build a bar for each group of equal stages, with a part for each run of layers, the strategies in words, and a
-    table."""
+    """Build a bar for each group of equal stages with a part per run of layers, the strategies in words, a table."""
     chain, classes, rows, cells = plan.chain(), strategy_classes(plan.strategies), list[Html](), list[tuple[str, ...]]()
     most = max(len(part.layers) for part in plan.parts)
     for _, group in groupby(enumerate(plan.parts), key=lambda each: (each[1].num_devices, each[1].strategies)):
