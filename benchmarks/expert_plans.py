@@ -40,7 +40,7 @@ from steelyard.planning.price import describe, peak_bytes, summarise
 from steelyard.planning.request import make_request
 from steelyard.planning.settings import Settings, price_settings
 from steelyard.planning.simple import with_usual_stages
-from steelyard.report.compare_view import step_terms
+from steelyard.report.explain_view import step_terms
 from steelyard.units import GIB
 
 DATA = Path(__file__).parent / "data" / "expert_plans"

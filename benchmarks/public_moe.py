@@ -58,7 +58,7 @@ from steelyard.planning.choose import plan_job
 from steelyard.planning.job import job_of
 from steelyard.planning.price import assemble_plan, describe, peak_bytes, summarise, with_price
 from steelyard.planning.request import make_request
-from steelyard.report.check_table import ALLOWANCES
+from steelyard.report.run_table import ALLOWANCES
 from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.tracer.trace import trace
 from steelyard.units import GB, GIB

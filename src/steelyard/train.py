@@ -10,8 +10,8 @@ set_allocator()  # before torch is imported
 from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+from steelyard.plan.choices import Replanned  # noqa: E402
 from steelyard.plan.plan import Plan  # noqa: E402
-from steelyard.plan.replanned import Replanned  # noqa: E402
 from steelyard.runtime.process import main  # noqa: E402
 
 

@@ -13,7 +13,7 @@ from steelyard.modules.any_model import changed_split_refused
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Certificate, CostSource, Prediction, StagePrediction
-from steelyard.report.check_table import CheckedRank, StageBudget, misfit_lines
+from steelyard.report.run_table import CheckedRank, StageBudget, misfit_lines
 from steelyard.runtime import dry_run
 from steelyard.runtime.dry_run import RankMemory
 from steelyard.runtime.peak_memory import Peak

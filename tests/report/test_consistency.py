@@ -17,7 +17,7 @@ from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.price import describe, with_price
 from steelyard.planning.problem import make_tables
 from steelyard.planning.variants import FREE_CHOICE, Study
-from steelyard.report.compare_view import fullest_terms, step_terms
+from steelyard.report.explain_view import fullest_terms, step_terms
 from steelyard.report.html.bars import stage_seconds
 from steelyard.report.html.contents import ReportContents
 from steelyard.search import OnDemand

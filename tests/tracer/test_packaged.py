@@ -10,7 +10,7 @@ from steelyard.errors import UserError
 from steelyard.installed import NotInstalledError, require_training
 from steelyard.model.read import load_model, model_names, packaged_split, packaged_structure
 from steelyard.precision import Precision
-from steelyard.tracer import cache, packaged
+from steelyard.tracer import cache
 from steelyard.tracer.cache import cached_trace, counted_at, packaged_lengths, packaged_trace, profile_at
 from steelyard.tracer.trace import trace
 
@@ -78,7 +78,7 @@ def test_what_is_not_packaged_is_missing(change: dict[str, Any]) -> None:
 
 
 def test_a_trace_of_an_older_tracer_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packaged, "TRACER_VERSION", packaged.TRACER_VERSION + 1)
+    monkeypatch.setattr(cache, "TRACER_VERSION", cache.TRACER_VERSION + 1)
     assert packaged_llama() is None
 
 

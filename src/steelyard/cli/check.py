@@ -20,7 +20,7 @@ from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.job import job_of
 from steelyard.planning.request import Elsewhere, request_of_plan
-from steelyard.report.check_table import CheckedRank, StageBudget, check_view, misfit_lines
+from steelyard.report.run_table import CheckedRank, StageBudget, check_view, misfit_lines
 from steelyard.report.tables import console
 
 

@@ -17,7 +17,7 @@ from steelyard.plan.plan import Plan
 from steelyard.planning.request import request_of_plan
 from steelyard.planning.simple import with_usual_stages
 from steelyard.planning.variants import Progress, Study, run_by
-from steelyard.report.compare_view import changed_layers, compare_view, fullest_terms, step_terms
+from steelyard.report.explain_view import changed_layers, compare_view, fullest_terms, step_terms
 from steelyard.report.html import compare_page
 from steelyard.report.tables import console
 

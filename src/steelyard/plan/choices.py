@@ -1,11 +1,14 @@
-"""Alternatives to a plan, as data: trade-offs, baselines, advice, and what the search left out.
+"""Alternatives to a plan, as data: trade-offs, baselines, advice, what the search left out, and plans for other hosts.
 
 `steelyard.planning` computes these values, `steelyard.report` shows them, and ``--json`` prints them. Memory is bytes
-per device, allocator slack included; times come from the simulator.
+per device, allocator slack included; times come from the simulator. `Replan` is the interface through which the runtime
+of an elastic run asks the search for a new plan, without importing it.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from typing_extensions import TypedDict
@@ -338,3 +341,21 @@ class NothingFits(TypedDict):
     missing_bytes: int | None
     nearest_miss: str
     settings: list[Reason]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replanned:
+    """A plan, and the processes that follow it."""
+
+    plan: Plan
+    taken: tuple[int, ...]
+    """Number of participating processes of each host, the first ones."""
+    order: tuple[int, ...] = ()
+    """Indices of the hosts in rank order, pool by pool as in the plan; empty if the hosts are already in rank order."""
+    notice: str = ""
+    """Cost of the change, for people; empty if the plan is the given one."""
+
+
+Replan = Callable[[Plan, Sequence[int], Path, Sequence[str]], Replanned]
+"""Function from a plan, the processes of each host, the folder of the plan's file and, if given, the pool of each host,
+to the plan for them. Raises `UserError` if there is none."""

@@ -26,11 +26,10 @@ from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster
-from steelyard.plan.choices import Recut, SlowNode
+from steelyard.plan.choices import Recut, Replanned, SlowNode
 from steelyard.plan.decisions import FREE
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Plan
-from steelyard.plan.replanned import Replanned
 from steelyard.planning.choose import NothingFitsError, PlanningResult, plan_job
 from steelyard.planning.job import InvalidRunError, job_of
 from steelyard.planning.price import describe, summarise

@@ -21,9 +21,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.output import say
+from steelyard.plan.choices import Replan
 from steelyard.plan.file import dump_json, parse_value, read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.plan.replanned import Replan
 from steelyard.processes.failure import TORCHRUN_RANK_VARIABLE
 from steelyard.processes.group import host_ranks, local_rank, process_group, world_size
 from steelyard.processes.rank import run_rank

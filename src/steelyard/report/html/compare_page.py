@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 from steelyard.plan.plan import Plan, headline
 from steelyard.plan.prediction import layers_text
-from steelyard.report.compare_view import ALIKE, Terms, changed_layers, compared_terms, term_rows
+from steelyard.report.explain_view import ALIKE, Terms, changed_layers, compared_terms, term_rows
 from steelyard.report.html.bars import stacked_bars
 from steelyard.report.html.contents import term
 from steelyard.report.html.markup import Html, document, legend, section, table, tag
