@@ -103,7 +103,7 @@ class SplitLayerType(FilePart):
     """Reason why tp is inferred from structure: unread styles of the model's own plan, or why it is not proved."""
     num_experts: Annotated[int, Field(ge=0, lt=2**53)] = 0
     attention: str = "full_attention"
-    styles: dict[str, str] = Field(default_factory=dict)
+    styles: dict[str, str] = Field(default={})
     """Styles of the modules that tensor parallelism divides, by path in the layer, as in `Family.tp`."""
     tokens: tuple[Annotated[int, Field(ge=0, lt=2**53)], Annotated[int, Field(ge=0, lt=2**53)]] = (1, 0)
     shape: tuple[Count, ...] = ()
