@@ -1,5 +1,7 @@
 """Tests of tables whose layers free memory and leave buffers: the fastest plan that fits, with proof."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -85,3 +87,31 @@ def test_one_pass_gives_the_whole_frontier_of_a_chain(block: int) -> None:
             assert last.seconds[sizes <= budget].min() == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
             bounds = stage_bounds(costs, tables.layers, budget - tables.overhead_of(0), 0.0)
             assert bounds.matrix((0, 1), (len(tables.layers), 1))[0, 0] <= expected * (1 + 1e-9) + 1e-12, seed
+
+
+def test_a_buffer_that_one_layer_needs_counts_whole_in_the_bound() -> None:
+    tables = random_tables(np.random.default_rng(0), num_layers=6, num_types=1, num_strategies=2, num_stages=1)
+    row = np.zeros((1, 2), dtype=np.int64)
+    tables = replace(
+        tables,
+        layers=(0,) * 6,
+        legal=np.ones((1, 2), dtype=bool),
+        time_s=np.array([[1.0, 2.0]]),
+        static_bytes=np.array([[10, 9]]),
+        activation_bytes=row,
+        transient_bytes=row,
+        freed_bytes=row,
+        switch_s=np.zeros((1, 2, 2)),
+        transfer_s=0.0,
+        overhead_bytes=0,
+        buffers=np.stack([row, np.array([[24, 0]]), row]),
+    )
+    own = {
+        name: getattr(tables, name) for name in ("static_bytes", "activation_bytes", "freed_bytes", "transient_bytes")
+    }
+    tables = tables.with_last_types(**own)
+    costs = option_table(tables).stage(0)
+    plans = [(seconds / tables.pipeline.num_microbatches, size) for seconds, size in exhaustive.all_plans(tables)]
+    for room, seconds in ((84, 6.0), (80, 10.0), (79, 11.0)):
+        bound_s = stage_bounds(costs, tables.layers, room, 0.0).matrix((0, 1), (6, 1))[0, 0]
+        assert (bound_s, exhaustive.fastest(plans, room)) == (seconds, seconds)

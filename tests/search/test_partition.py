@@ -50,14 +50,14 @@ def test_what_is_known_within_any_budget_changes_no_answer() -> None:
             assert partition_exact(known, budget) == partition_exact(tables, budget), seed
 
 
-@pytest.mark.parametrize("block", blocks(1, 3))
+@pytest.mark.parametrize("block", blocks(1, 2))
 def test_where_states_are_dropped_the_bound_still_holds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "MAX_CANDIDATES", 12)
     monkeypatch.setattr(layers, "FEW_CANDIDATES", 6)
     num_unproven = 0
     for seed in range(block * 60, block * 60 + 60):
         rng = np.random.default_rng(seed)
-        tables = random_tables(rng, max_plans=800)
+        tables = random_tables(rng, max_plans=800, frees=seed % 2 == 0)
         plans = list(exhaustive.all_plans(tables))
         budget = random_budget(rng, plans)
         expected, result = exhaustive.fastest(plans, budget), partition_exact(tables, budget)

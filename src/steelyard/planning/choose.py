@@ -125,6 +125,20 @@ class Acceptance:
     memory."""
     floor_bytes: int = 0
 
+    @property
+    def gap(self) -> float:
+        """Fraction of the time of the first plan that is not proven necessary, by the cost tables or as simulated."""
+        best = self.ranked[0]
+        if best.outcome is self.search.best and not self.is_proven_apart:
+            return self.search.gap
+        shown_s = best.step_s if self.is_proven_apart else best.outcome.score_s
+        return max(0.0, 1 - self.lower_bound_s / shown_s)
+
+    @property
+    def is_proven_apart(self) -> bool:
+        """Whether the lower bound is one of simulated times (`proves_apart`)."""
+        return proves_apart(self.ranked[0].job, [each.given for each in self.search.configs])
+
 
 def accept(
     job: Job,
@@ -313,11 +327,7 @@ def _plan_within(
     best, *others = found.ranked[: found.num_simulated]
     plan, cost = in_best_order(best.plan, job, best.cost)
     lower_s, was_cut = found.lower_bound_s, time_limit_s is not None and searched_s >= time_limit_s
-    gap, is_apart = found.search.gap, proves_apart(job, [each.given for each in found.search.configs])
-    if is_apart:
-        gap = max(0.0, 1 - lower_s / best.step_s)
-    elif best.outcome is not found.search.best:
-        gap = max(0.0, 1 - lower_s / best.outcome.score_s)
+    gap, is_apart = found.gap, found.is_proven_apart
     if best.outcome is not found.search.best and not is_apart:
         certificate = Certificate(status="simulated", gap=gap, num_simulated=found.num_simulated)
     elif found.search.status == "optimal" and not gap:

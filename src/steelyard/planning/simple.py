@@ -93,18 +93,23 @@ def with_usual_stages(result: PlanningResult, request: PlanRequest) -> tuple[Pla
     if not found.ranked or found.ranked[0].step_s > longest * plan.step_s:
         return result, free
     best = found.ranked[0]
-    chosen = _in_place_of(plan, best.plan, best.cost, result)
+    proven_s, lower_s = best.step_s * (1 - found.gap), min(found.lower_bound_s, best.step_s)
+    chosen = _in_place_of(plan, best.plan, best.cost, result, proven_s=proven_s, lower_bound_s=lower_s)
     return replace(result, plan=chosen, cost=best.cost, search=found.search, bounded_tables=found.bounded), limit
 
 
 def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request: PlanRequest) -> Plan:
     """Return the simplest plan that is slower by at most `PlanRequest.simplify_share`, or the plan itself.
 
+    The share is one of the proven lower bound if the fastest plan is within it, so that the gap of the plan is too.
     ``known`` are other plans that fit, none faster. The prediction of the simpler plan states the slowdown. With
     `PlanRequest.num_next_best` the fastest plan is kept alongside it.
     """
+    assert plan.prediction is not None, "what was searched is priced"
     job, best_s = result.job, plan.step_s
-    most_s = best_s * (1 + request.simplify_share)
+    proven_s = best_s * (1 - (plan.prediction.certificate.gap or 0.0))
+    most_s = best_s if proven_s * (1 + request.simplify_share) < best_s else proven_s
+    most_s *= 1 + request.simplify_share
     searched_s = max(best_s, *(each.score_s for each in result.search.ranked[:1])) * (1 + request.simplify_share)
     allowed = [each for each in known if predict(each, job).step_time_s <= most_s]
     shardings = Counter(plan.strategies[layer].without_remat() for layer in block_layers(job.chain)).most_common()
@@ -131,7 +136,7 @@ def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request:
     tied_s = min(cost.step_time_s for cost, _ in costs) * (1 + TIE)
     tied = [pair for pair in costs if pair[0].step_time_s <= tied_s]
     cost, simple = min(tied, key=lambda pair: max(stage.total_bytes for stage in pair[0].stages))
-    chosen = _in_place_of(plan, simple, cost, result)
+    chosen = _in_place_of(plan, simple, cost, result, proven_s=proven_s, lower_bound_s=plan.prediction.lower_bound_s)
     kept = (plan.as_fallback(), *plan.next_best)[: request.num_next_best]
     return chosen.model_copy(update={"next_best": kept})
 
@@ -155,19 +160,23 @@ def _mixture(plan: Plan) -> tuple[int, int]:
     return plan.num_groups, len({strategy.without_remat() for strategy in plan.strategies})
 
 
-def _in_place_of(plan: Plan, chosen: Plan, cost: PlanCost, result: PlanningResult) -> Plan:
-    """Return a plan that replaces a faster one, with the slowdown in its prediction."""
+def _in_place_of(
+    plan: Plan, chosen: Plan, cost: PlanCost, result: PlanningResult, *, proven_s: float, lower_bound_s: float
+) -> Plan:
+    """Return a plan that replaces a faster one, with the slowdown in its prediction.
+
+    No plan of the search space is proven to be faster than ``proven_s``, nor than ``lower_bound_s`` by the cost tables.
+    """
     assert plan.prediction is not None, "what was searched is priced"
     job, best_s = result.job, plan.step_s
     chosen, cost = in_best_order(chosen, job, cost)
     warnings = warnings_of(job, chosen, cost.stages, missed=result.missed)
-    proven_s = best_s * (1 - (plan.prediction.certificate.gap or 0.0))
     prediction = prediction_of(
         job,
         chosen,
         cost,
         Certificate(status="simplified", gap=max(0.0, 1 - proven_s / cost.step_time_s)),
-        lower_bound_s=plan.prediction.lower_bound_s,
+        lower_bound_s=lower_bound_s,
         alternatives=plan.prediction.alternatives,
     )
     fastest = plan.prediction.fastest or FastestPlan(

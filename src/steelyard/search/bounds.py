@@ -7,10 +7,11 @@ $$\underline t_i(l, l') = \min_\tau \max_\lambda \Big[\sum_{j=l}^{l'-1} h_{\lamb
 h_{\lambda,\tau}(k) = \min_{s:\, u(k, s) \le \tau} \big(t(k, s) + \lambda\, b_i(k, s)\big)$$
 
 seconds: a plan that fits, with transient peak $\tau$, does not get cheaper if it pays for its bytes and is paid for the
-memory that the peak leaves. Neighbouring peaks share a level as in `layers`. Resharding is left out. While an inner
-layer works, the layers after it may have freed all that they can; the last layer of the run works first, with nothing
-freed. The bound is a difference of prefix sums and grows with the run. The best price is a slope of the lower convex
-hull of some type's (bytes, seconds) points, so only these are tried.
+memory that the peak leaves. Neighbouring peaks share a level as in `layers`. Resharding is left out. If layers free
+memory or leave buffers, only the moment of the last layer of the run counts, which works first, with nothing freed:
+$\tau$ is then the size of the largest buffers, $u(k, s)$ that of the inner layers, and the last layer pays for its
+working memory like for its other bytes. The bound is a difference of prefix sums and grows with the run. The best price
+is a slope of the lower convex hull of some type's (bytes, seconds) points, so only these are tried.
 
 *Bytes.* At an infinite price, time has no influence. Beyond the overhead a run needs at least
 
@@ -45,7 +46,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.limits import MOST_BYTES
 from steelyard.search import kernels
 from steelyard.search.kernels import FloatArray, IntArray
-from steelyard.search.layers import NO_LIMIT_BYTES, StageCosts, distinct, peak_levels
+from steelyard.search.layers import MAX_LEVELS, StageCosts, distinct, peak_levels
 
 IMPOSSIBLE = MOST_BYTES
 """Bytes of a layer without a strategy: too large for any device, small enough for sums in int64."""
@@ -292,6 +293,9 @@ def _small_strategies(tables: CostTables, stage: int, layer_types: Sequence[int]
 MAX_PRICES = 64
 """Maximum number of hull slopes; more are thinned out, and the bounds stay valid but become slightly weaker."""
 
+MAX_BUFFER_LEVELS = 32
+"""Number of sizes of buffers that are distinguished; more are grouped, which only weakens the bounds."""
+
 MAX_TYPES = 32
 """Maximum number of layer types that prices are taken from; with more types, fewer prices are kept too."""
 
@@ -306,7 +310,7 @@ class StageBounds:
     prices: FloatArray
     """[A] in rising order, the first is 0"""
     lower: IntArray
-    """[J] lower edges of the levels of transient peak"""
+    """[J] lower edges of the levels of transient peak, or of buffers (see the module)"""
     prefix_s: FloatArray
     """[J, A, L + 1] priced cost of the first layers, except those without an option in the level"""
     ended_s: FloatArray
@@ -369,18 +373,18 @@ def stage_bounds(costs: StageCosts, layers: Sequence[int], room_bytes: int, tran
     order, used = np.array(layers, dtype=np.int64), sorted(set(layers))
     ends = sorted({int(costs.lasts[layer_type]) for layer_type in used})
     prices = _hull_slopes(costs, used)
-    reach = costs.transient + costs.rows[:, 6]
-    peaks = np.concatenate([reach[layer_type, : costs.count[layer_type]] for layer_type in {*used, *ends}])
-    least = np.concatenate([costs.transient[layer_type, : costs.count[layer_type]] for layer_type in ends])
-    if len(least) == 0:
-        lower, upper = (np.zeros(1, np.int64),) * 2
+    transient, held = costs.transient, costs.rows[:, 6]
+    if costs.is_plain:
+        reach, working = np.stack([transient, transient]), np.zeros_like(transient)
     else:
-        lower, upper = peak_levels(peaks, None if costs.is_plain else int(least.min()))
+        reach, working = np.stack([held, np.zeros_like(held)]), transient
+    own = [reach[turn, each, : costs.count[each]] for turn, row in enumerate((used, ends)) for each in row]
+    lower, upper = peak_levels(
+        np.concatenate([np.zeros(1, np.int64), *own]), most=MAX_LEVELS if costs.is_plain else MAX_BUFFER_LEVELS
+    )
     prefix, ended = np.zeros((2, len(lower), len(prices), len(layers) + 1))
     missing = np.zeros((len(lower), len(layers) + 1), dtype=np.int64)
-    freed = 0 if costs.is_plain else costs.most_freed([*layers, *(int(each) for each in costs.lasts[list(layers)])])
-    end = int(least.min(initial=NO_LIMIT_BYTES))
-    given = np.array(used), costs.count, costs.rows, costs.seconds, prices, upper, order, costs.lasts, freed, end
+    given = np.array(used), costs.count, costs.rows, costs.seconds, prices, upper, order, costs.lasts, reach, working
     kernels.priced_prefixes(*given, np.empty((len(costs.count), len(prices))), prefix, ended, missing)
     return StageBounds(
         costs=costs,

@@ -496,10 +496,10 @@ def hull_slopes(
 
 
 @compiled(
-    "void(i8[::1], i8[::1], i8[:,:,::1], f8[:,::1], f8[::1], i8[::1], i8[::1], i8[::1], i8, i8, f8[:,::1], "
-    "f8[:,:,::1], f8[:,:,::1], i8[:,::1])"
+    "void(i8[::1], i8[::1], i8[:,:,::1], f8[:,::1], f8[::1], i8[::1], i8[::1], i8[::1], i8[:,:,::1], i8[:,::1], "
+    "f8[:,::1], f8[:,:,::1], f8[:,:,::1], i8[:,::1])"
 )
-def priced_prefixes(  # noqa: C901 (as `sweep`)
+def priced_prefixes(
     layer_types: IntArray,
     count: IntArray,
     rows: IntArray,
@@ -508,8 +508,8 @@ def priced_prefixes(  # noqa: C901 (as `sweep`)
     upper: IntArray,
     layers: IntArray,
     lasts: IntArray,
-    freed: int,
-    least_end: int,
+    reach: IntArray,
+    working: IntArray,
     least: FloatArray,
     prefix: FloatArray,
     ended: FloatArray,
@@ -517,11 +517,11 @@ def priced_prefixes(  # noqa: C901 (as `sweep`)
 ) -> None:
     """Fill in the priced cost of the first layers, and the number of them without an option in a level; see `bounds`.
 
-    ``layer_types`` are those of the ``layers`` [L], and ``lasts`` [K] their types at the end of a stage; ``freed`` is
-    the maximum that all others free while an inner layer works, and ``least_end`` the minimum transient bytes of a last
-    layer, at which all buffers exist. ``prefix`` [J, Q, L + 1] is in seconds, ``ended`` the same with the last one
-    ending a stage, and ``missing`` [J, L + 1] counts inner layers; all come with zeros before all layers. ``least``
-    [K, Q] is work space. ``ended`` rises: a run costs at most as much as every longer one.
+    ``layer_types`` are those of the ``layers`` [L], and ``lasts`` [K] their types at the end of a stage. ``reach``
+    [2, K, O] is the minimum level of options of inner and of last layers, and ``working`` [K, O] the bytes that last
+    layers pay for in addition. ``prefix`` [J, Q, L + 1] is in seconds, ``ended`` the same with the last one ending a
+    stage, and ``missing`` [J, L + 1] counts inner layers; all come with zeros before all layers. ``least`` [K, Q] is
+    work space. ``ended`` rises: a run costs at most as much as every longer one.
     """
     for level in range(len(upper)):
         for turn in range(2):
@@ -529,12 +529,10 @@ def priced_prefixes(  # noqa: C901 (as `sweep`)
                 layer_type = each if turn == 0 else lasts[each]
                 least[layer_type] = np.inf
                 for option in range(count[layer_type]):
-                    reach = rows[layer_type, 3, option]
-                    if turn == 0:
-                        reach = max(reach - freed, least_end) + rows[layer_type, 6, option]
-                    if reach <= upper[level]:
+                    if reach[turn, layer_type, option] <= upper[level]:
+                        num_bytes = rows[layer_type, 2, option] + turn * working[layer_type, option]
                         for which in range(len(prices)):
-                            paid = seconds[layer_type, option] + prices[which] * rows[layer_type, 2, option]
+                            paid = seconds[layer_type, option] + prices[which] * num_bytes
                             least[layer_type, which] = min(least[layer_type, which], paid)
             if turn == 0:
                 for place in range(len(layers)):

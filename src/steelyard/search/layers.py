@@ -503,16 +503,16 @@ class _Guide:
     """[C + 1, C + 1] detours after the last layer of the model, and of the run"""
 
 
-def peak_levels(peaks: IntArray, least: int | None = None) -> tuple[IntArray, IntArray]:
-    """Return lower and upper edges of at most `MAX_LEVELS` levels that contain these transient peaks.
+def peak_levels(peaks: IntArray, least: int | None = None, most: int = MAX_LEVELS) -> tuple[IntArray, IntArray]:
+    """Return lower and upper edges of at most ``most`` levels that contain these transient peaks.
 
     With ``least`` they contain all peaks of at least that size.
     """
     different = distinct(peaks)
-    if len(different) <= MAX_LEVELS:
+    if len(different) <= most:
         lower, upper = different, different
     else:
-        ends = distinct(np.linspace(0, len(different), MAX_LEVELS + 1).round().astype(np.int64))
+        ends = distinct(np.linspace(0, len(different), most + 1).round().astype(np.int64))
         lower, upper = different[ends[:-1]], different[ends[1:] - 1]
     if least is None:
         return lower, upper

@@ -55,6 +55,12 @@ FIRST_AIM = 0.0005
 AIM_GROWTH = 2.0
 """Factor by which this relative distance grows from one target to the next."""
 
+PROOF = 0.01
+"""Gap above which targets between bound and plan are tried if runs have dropped states."""
+
+MOST_PROOFS = 2
+"""Maximum number of these targets, each halfway between the two."""
+
 PRECISION = 0.001
 """Relative precision of the minimum time of the slowest stage."""
 
@@ -254,7 +260,7 @@ def _search_upwards(
 ) -> ConfigResult:
     """Raise the target from the lower bound until a plan is found, the best known one is reached or time is up.
 
-    The plan is proven optimal within `PreparedTables.missed_s`.
+    The plan is proven optimal if no run has dropped states that may be faster.
     """
     aim = FIRST_AIM
     slowest_s = _slowest_total_s(prepared.tables) * prepared.tables.num_passes * (1 + FIRST_AIM)
@@ -269,6 +275,16 @@ def _search_upwards(
         if target >= min(best.step_s, cutoff_s):
             break
         aim *= AIM_GROWTH
+    for _ in range(MOST_PROOFS):
+        least_s, before = min(best.step_s, cutoff_s), lower
+        if lower >= least_s * (1 - PROOF) or not prepared.forget_dropped():
+            break
+        try:
+            best, lower = improve(prepared, best, lower, (lower + least_s) / 2, boundaries, deadline)
+        except TimeIsUpError:
+            break
+        if lower == before:
+            break
     lower = min(lower, best.step_s)
     if lower < min(best.step_s, cutoff_s):
         return ConfigResult(status="feasible", solution=best.known, lower_bound_s=lower)
@@ -294,8 +310,8 @@ def improve(
 ) -> tuple[Solution, float]:
     """Return a better plan, the best one if it is within the target, and a better lower bound of all plans.
 
-    With ``boundaries`` only plans with these count. The plan is the best within `PreparedTables.missed_s`. Raises
-    `TimeIsUpError` after the deadline.
+    With ``boundaries`` only plans with these count. If runs have dropped states, a plan may be faster than the best
+    one, but not than the bound. Raises `TimeIsUpError` after the deadline.
     """
     aim = target_s * (1 + ROUNDING)
     stages = possible_runs(prepared, aim) if boundaries is None else runs_between(prepared, boundaries)
@@ -306,16 +322,28 @@ def improve(
         solve_runs(prepared, stages, aim, deadline)
         pipeline = join_runs(prepared, stages, aim)
         if pipeline is None:
-            return best, max(lower, aim - prepared.missed_s)
+            return best, max(lower, _proven_s(prepared, stages, aim))
         least_s = max(least_s, pipeline.step_s * (1 - ROUNDING))
         best = min(best, _plan_of(prepared, stages, pipeline) or best, key=lambda plan: plan.step_s)
         if best.step_s <= least_s * (1 + 2 * ROUNDING) or not pipeline.hopeful:
-            return best, max(lower, best.step_s - prepared.missed_s)
+            return best, max(lower, _proven_s(prepared, stages, best.step_s))
         limits = time_limits(prepared, stages, aim)
         for stage in pipeline.hopeful:
             runs, leg = stages[stage], pipeline.legs[stage]
             place = (leg.start - int(runs.starts[0]), leg.end - int(runs.ends[0]))
             solve_further(prepared, stage, runs, place, float(limits[stage][place]), deadline)
+
+
+def _proven_s(prepared: PreparedTables, stages: Sequence[StageRuns], most_s: float) -> float:
+    """Lower bound, of at most ``most_s``, of the step time of all plans, from the lower bounds of all runs.
+
+    ``most_s`` is one if no run has dropped states.
+    """
+    if not prepared.has_dropped:
+        return most_s
+    hopeful = [replace(runs, level_s=runs.bound_s, found={}) for runs in stages]
+    fastest = join_runs(prepared, hopeful, most_s)
+    return most_s if fastest is None else fastest.step_s * (1 - ROUNDING)
 
 
 def _plan_of(prepared: PreparedTables, stages: Sequence[StageRuns], pipeline: Pipeline) -> Solution | None:

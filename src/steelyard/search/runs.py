@@ -61,7 +61,8 @@ STEP_GROWTH = 2.0
 class BestRuns:
     """Minimum times of one run by entry and exit class, exact up to the level, with the chain that reaches them.
 
-    If the chain dropped states, times and level may exceed the true ones by its ``missed_s``.
+    If the chain dropped states, times and level may exceed the true ones by its ``missed_s``; ``bound_s`` is a lower
+    bound of the minimum time even then.
     """
 
     level_s: float
@@ -74,8 +75,8 @@ class BestRuns:
 
     @property
     def bound_s(self) -> float:
-        """Minimum time of the run if known, else the level."""
-        return min(float(self.seconds.min(initial=np.inf)), self.level_s)
+        """Minimum time of the run if known, else the level, less what dropped states may gain."""
+        return min(float(self.seconds.min(initial=np.inf)), self.level_s) - self.chain.missed_s
 
     def best(self) -> tuple[int, ...]:
         """Return the strategies of the fastest known state; there must be one."""
@@ -101,10 +102,15 @@ class PreparedTables:
     """[L, L] bounds by first and last layer, filled in by `reaches`."""
 
     @property
-    def missed_s(self) -> float:
-        """Maximum excess of a best plan's step time over the true minimum, because runs may have dropped states."""
-        longest = max((runs.chain.missed_s for runs in self.solved.values()), default=0.0)
-        return longest * (self.tables.pipeline.num_stages + self.tables.num_passes - 1)
+    def has_dropped(self) -> bool:
+        """Whether runs have dropped states that no other state beats."""
+        return any(runs.chain.missed_s for runs in self.solved.values())
+
+    def forget_dropped(self) -> bool:
+        """Return whether runs have dropped states, and let these be solved again, at once up to their limit."""
+        dropped = {key: runs for key, runs in self.solved.items() if runs.chain.missed_s}
+        self.solved.update((key, replace(runs, level_s=0.0, step=np.inf)) for key, runs in dropped.items())
+        return bool(dropped)
 
     @property
     def num_layers(self) -> int:
@@ -150,7 +156,7 @@ class StageRuns:
     starts: IntArray
     ends: IntArray
     bound_s: FloatArray
-    """lower bounds of the time, exact if the run has been solved"""
+    """lower bounds of the time, exact if the run has been solved without dropping states"""
     level_s: FloatArray
     """limits up to which the times of the runs are known"""
     found: dict[tuple[int, int], BestRuns]
