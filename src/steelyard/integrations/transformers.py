@@ -18,9 +18,7 @@ Subclasses work the same way: ``class PlanSFTTrainer(PlanTrainer, SFTTrainer): â
 Every rank builds every global batch, from the same data in the same order, and reads its own samples of it. So ranks of
 tp and pp read the same samples under every plan.
 
-Trainer passes the model and batches to Accelerate, which would wrap the model and divide the batches over processes.
-Its object (``Trainer.accelerator``, created in ``create_accelerator_and_postprocess``, which names the class) gets a
-class that leaves both unchanged. ``self.model`` stays the user's model, whose modules hold this rank's parameters.
+``self.model`` stays the user's model, whose modules hold this rank's parameters.
 ``self.model_wrapped`` is the module that runs.
 
 Logits for ``compute_metrics`` and ``predict`` are whole on every rank, as in one process.
@@ -37,28 +35,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.integrations.batches import check_task, planned_batch
+from steelyard.integrations.planned_trainer import PlannedTrainer, ThisRank, Together
 from steelyard.integrations.training_arguments import planned_arguments
 from steelyard.model.family import ROUTER_LOSS
 from steelyard.modules.build import build_meta_model
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.processes.stop import STOP_SIGNALS, StopWatch, handling
 from steelyard.runtime.checkpoint import Checkpointer, on_first_rank, read_checkpoint, whole_checkpoint
 from steelyard.runtime.checkpoint_folder import CheckpointInfo, find_checkpoint, plan_hash
 from steelyard.runtime.checks import check_world_size
 from steelyard.runtime.optimizer import planned_optimizers
-from steelyard.runtime.parallel_model import ParallelModel, parallelize
+from steelyard.runtime.parallel_model import parallelize
 from steelyard.runtime.state import RunState
 from steelyard.runtime.weights import export_weights, load_weights
 
@@ -72,14 +67,12 @@ _REFUSED: Mapping[str, str] = {
 """Arguments of trainers that are refused under a plan, with the expected alternative."""
 
 
-class PlanTrainer(Trainer):
+class PlanTrainer(PlannedTrainer):
     """`transformers.Trainer` under a plan. With a subclass of Trainer, put it first among the bases.
 
     ``plan`` is a plan or the path of one. ``model`` is a model as for `steelyard.parallelize`, the path of a Hugging
     Face folder, whose weights are read directly into this rank's shards, or None for initial weights by ``args.seed``.
     """
-
-    optimizer: Optimizer | None
 
     def __init__(
         self,
@@ -107,62 +100,16 @@ class PlanTrainer(Trainer):
         weights = model if isinstance(model, str | Path) else None
         whole = build_meta_model(self.plan.chain()) if weights or model is None else model
         super().__init__(whole, planned_arguments(args, self.plan), *others, **given)
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise UserError(
-                field="accelerate",
-                found="FSDP" if self.is_fsdp_enabled else "DeepSpeed",
-                expected="nothing, because the plan divides the model",
-                hint="start the script with torchrun, without an accelerate configuration",
-            )
         _check_routers(self.model, self.plan)
         for module in self.model.modules():  # TRL replaces the model's forward pass, with the loss of its head
             vars(module).pop("forward", None)
-        self.parallel: ParallelModel = parallelize(self.model, self.plan, seed=self.args.seed)
-        self.accelerator.parallel = self.parallel
-        self.model_wrapped = _ThisRank(self.parallel, self.model)
+        parallel = parallelize(self.model, self.plan, seed=self.args.seed)
+        self.set_parallel(parallel, ThisRank(parallel, self.model), saves_at_signals=args.enable_jit_checkpoint)
         self._checkpointer: Checkpointer | None = None
-        self._saves_at_signals = args.enable_jit_checkpoint
         self._saves_all = False
         if weights:
             load_weights(Path(weights), self._state(), self.parallel.chain, seed=self.args.seed)
         _free_others(self.model, self.model_wrapped)
-
-    # preparation by Accelerate
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Replace Trainer's accelerator by one that leaves model, optimizer and batches unchanged."""
-        super().create_accelerator_and_postprocess()
-        self.accelerator.__class__ = _PlanAccelerator
-        self.accelerator.data_seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self.gather_function = self.accelerator.gather_for_metrics
-
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model where it is, because each layer is moved when it is sharded."""
-
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        return self.model_wrapped
-
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Samples per step."""
-        return self.plan.global_batch
-
-    # a run
-
-    def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train as Trainer does.
-
-        With ``enable_jit_checkpoint``, a stop signal to any rank makes all ranks save after the current step and end.
-        """
-        watch = StopWatch()
-        if self._saves_at_signals:
-            self.parallel.asked_to_stop = watch.is_asked
-        with handling(dict.fromkeys(STOP_SIGNALS if self._saves_at_signals else (), watch)):
-            return super().train(*arguments, **options)
-
-    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
-        if self._saves_at_signals and self.parallel.is_stopping and not self.control.should_training_stop:
-            self.control.should_save = self.control.should_training_stop = True
-        super()._maybe_log_save_evaluate(*arguments, **options)
 
     # a step
 
@@ -194,7 +141,7 @@ class PlanTrainer(Trainer):
             decayed = set(self.get_decay_parameter_names(self.model_wrapped))
             ids = {id(each) for name, each in self.model_wrapped.named_parameters() if name in decayed}
             args = self.args
-            self.optimizer = _Together(
+            self.optimizer = Together(
                 planned_optimizers(
                     self.parallel,
                     ids,
@@ -203,14 +150,9 @@ class PlanTrainer(Trainer):
                     betas=(args.adam_beta1, args.adam_beta2),
                 ),
                 lr=args.learning_rate,
+                clock=self.parallel.clock,
             )
         return self.optimizer
-
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return self.parallel.clip_gradients(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
-        return self.parallel.clip_gradients(0.0) if grad_norm is None else grad_norm
 
     # reports
 
@@ -228,7 +170,7 @@ class PlanTrainer(Trainer):
     # checkpoints
 
     def _state(self) -> RunState:
-        optimizers = self.optimizer.optimizers if isinstance(self.optimizer, _Together) else []
+        optimizers = self.optimizer.optimizers if isinstance(self.optimizer, Together) else []
         return RunState(self.parallel, optimizers)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -306,92 +248,6 @@ class PlanTrainer(Trainer):
         found, _ = whole_checkpoint(lambda known: find_checkpoint(str(checkpoint), None, known))
         assert found is not None, "else it raises"
         read_checkpoint(found[0], self._state(), self.plan, self.parallel.device)
-
-
-class _PlanAccelerator(Accelerator):
-    """Accelerator that leaves model and optimizer unchanged and gives every rank every batch and all its results."""
-
-    parallel: ParallelModel
-    data_seed: int
-
-    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
-        """Prepare only data loaders."""
-        found = [self.prepare_data_loader(each) if isinstance(each, DataLoader) else each for each in objects]
-        return found[0] if len(found) == 1 else tuple(found)
-
-    def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        """Return the model unchanged."""
-        return model
-
-    def prepare_data_loader(self, data_loader: DataLoader[Any], *_: Any, **__: Any) -> DataLoader[Any]:
-        """Seed and register the loader, whose batches stay whole and on the host."""
-        found: DataLoader[Any] = prepare_data_loader(
-            data_loader,
-            num_processes=1,
-            process_index=0,
-            put_on_device=False,
-            rng_types=self.rng_types.copy(),
-            dispatch_batches=False,
-            even_batches=False,
-            use_seedable_sampler=self.use_seedable_sampler,
-            data_seed=self.data_seed,
-            use_stateful_dataloader=self.use_stateful_dataloader,
-        )
-        self._dataloaders.append(found)
-        return found
-
-    def gather(self, tensor: Any) -> Any:
-        """Return the tensor, which every rank has whole."""
-        return tensor
-
-    def pad_across_processes(self, tensor: Any, *_: Any, **__: Any) -> Any:
-        """Return the tensor, which has the same shape on every rank."""
-        return tensor
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether gradients were not finite (fp16)."""
-        scale = self.parallel.loss_scale
-        return scale is not None and scale.is_skipped
-
-
-class _ThisRank(nn.Module):
-    """This rank's layers as a module, for code that inspects a model's parameters."""
-
-    def __init__(self, parallel: ParallelModel, model: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layer for layer in parallel.layers.values())
-        self._whole = [model]  # in a list, so that it is no child: it has the same modules
-
-    def train(self, mode: bool = True) -> "_ThisRank":
-        """Set the mode of the user's model too, by which subclasses of Trainer distinguish training and evaluation."""
-        for each in self._whole:
-            each.train(mode)
-        return super().train(mode)
-
-    def forward(self, *_: Any, **__: Any) -> None:
-        """Raise `UserError`, because no rank has the whole model."""
-        raise UserError(
-            field="model",
-            found="a forward pass of the model",
-            expected="the trainer's own steps, because a rank has only a part of the model",
-            hint="override training_step, or save the model and load it elsewhere",
-        )
-
-
-class _Together(Optimizer):
-    """Several optimizers as one for schedulers, with all their parameter groups."""
-
-    def __init__(self, optimizers: list[Optimizer], *, lr: float) -> None:
-        groups = [group for each in optimizers for group in each.param_groups]
-        super().__init__(groups or [{"params": [nn.Parameter(torch.empty(0))]}], {"lr": lr})
-        self.optimizers = optimizers
-
-    def step(self, closure: None = None) -> None:
-        """Update the parameters that have a gradient."""
-        assert closure is None, "the loss is computed before"
-        for each in self.optimizers:
-            each.step()
 
 
 def _check_routers(model: nn.Module, plan: Plan) -> None:
