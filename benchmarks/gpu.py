@@ -40,6 +40,7 @@ from steelyard.cost.job import Job
 from steelyard.cost.predict import predict, predict_memory
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Device, devices, is_same_device
+from steelyard.integrations.run import train
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
@@ -58,8 +59,7 @@ from steelyard.profiler.measure import measure
 from steelyard.profiles.profile import LayerProfile, MeasuredTime, Profile
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parity_run import launch_parity
-from steelyard.runtime.peak_memory import measure_peak
-from steelyard.runtime.train import MemoryExceededError, train
+from steelyard.runtime.peak_memory import MemoryExceededError, measure_peak
 from steelyard.schedules import USUAL, PipelineConfig
 from steelyard.tracer.cache import cached_trace
 from steelyard.units import format_bytes, format_seconds

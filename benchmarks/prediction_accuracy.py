@@ -189,8 +189,8 @@ def train_plan(plan: Plan, steps: int, path: Path) -> None:
     """What every process does; the first one writes the record."""
     import torch.distributed as dist
 
+    from steelyard.integrations.run import train
     from steelyard.runtime.options import TrainOptions
-    from steelyard.runtime.train import train
 
     with redirect_stdout(sys.stderr):
         record = train(plan, sysconfig.get_path("stdlib"), TrainOptions(steps=steps))

@@ -279,8 +279,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Callable[[str], list[float]]:
     """Runtime's results in one process, for the model and batch of a case."""
+    from steelyard.integrations.run import train
     from steelyard.runtime.options import TrainOptions
-    from steelyard.runtime.train import train
 
     known: dict[str, list[float]] = {}
 

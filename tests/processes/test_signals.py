@@ -53,7 +53,7 @@ class Training:
             "TMPDIR": str(self.temporary),
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),  # which torch makes for all runs, in $TMPDIR by default
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            PRELOAD: "steelyard.runtime.train",
+            PRELOAD: "steelyard.integrations.run",
         }
         self.metrics, self.checkpoints = folder / "metrics.jsonl", checkpoints
         self.process = subprocess.Popen(

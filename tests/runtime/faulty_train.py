@@ -18,11 +18,9 @@ import torch.distributed.checkpoint as dcp
 
 from steelyard.processes.failure import restart_count
 from steelyard.processes.start import RETURN_SIGNAL
-from steelyard.runtime import train
 from steelyard.runtime.parallel_model import ParallelModel
-from steelyard.runtime.process import main
 from steelyard.runtime.stage import LayerLoop
-from steelyard.train import replan
+from steelyard.train import main
 
 BAD_RANK = os.environ.get("BAD_RANK", "1")
 SMALL_FILE_BYTES = 20_000
@@ -145,7 +143,7 @@ def slow_down() -> None:
             time.sleep(WAIT_S)
         return train_step(model, read, **options)
 
-    mock.patch.object(train.ParallelModel, "train_step", slow_step).start()
+    mock.patch.object(ParallelModel, "train_step", slow_step).start()
 
 
 def plant(faults: str) -> None:
@@ -160,7 +158,7 @@ def plant(faults: str) -> None:
             mine.pop(step)(step)
         return train_step(model, read, **options)
 
-    mock.patch.object(train.ParallelModel, "train_step", faulty_step).start()
+    mock.patch.object(ParallelModel, "train_step", faulty_step).start()
 
 
 if __name__ == "__main__":
@@ -169,4 +167,4 @@ if __name__ == "__main__":
         slow_down()
     if os.environ["RANK"] == BAD_RANK:
         plant(sys.argv[1])
-    main(sys.argv[2:], replan=replan)
+    main(sys.argv[2:])

@@ -11,8 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from steelyard.integrations.run import train
 from steelyard.plan.file import read_plan
-from steelyard.runtime.train import train
 from tests.runtime.arguments import options_from
 from tests.runtime.processes import one_of_many_cases, run_world
 

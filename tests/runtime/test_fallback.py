@@ -10,7 +10,7 @@ from steelyard.processes.failure import Failure, RankFailedError
 from steelyard.runtime import launch as launching
 from steelyard.runtime.launch import OUT_OF_MEMORY
 from steelyard.runtime.options import TrainOptions
-from steelyard.runtime.train import MemoryExceededError
+from steelyard.runtime.peak_memory import MemoryExceededError
 from tests.runtime.models import make_plan
 
 FIRST, SECOND, THIRD = "dp2, dp2, dp2, dp2", "fsdp2, fsdp2, fsdp2, fsdp2", "tp2, tp2, tp2, tp2"

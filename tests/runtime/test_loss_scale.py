@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from steelyard.integrations.run import train
 from steelyard.plan.shrink import TOLERANCES
 from steelyard.runtime import loss_scale
 from steelyard.runtime.options import TrainOptions
-from steelyard.runtime.train import train
 from tests.runtime.models import make_plan
 from tests.runtime.processes import one_process, run_parity, run_ranks
 from tests.runtime.scale_cases import CASES, EVERY_MODE, EXPERTS, SCALED

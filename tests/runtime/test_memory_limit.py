@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.plan import Plan
-from steelyard.runtime.train import MemoryExceededError, MemoryLimit
+from steelyard.runtime.peak_memory import MemoryExceededError, MemoryLimit
 from tests.plan import examples
 
 FAR_TOO_MUCH = 2**50

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from steelyard.errors import InvalidCheckpointError
+from steelyard.integrations.run import train
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.runtime.checkpoint_folder import plan_hash
 from steelyard.runtime.options import TrainOptions
-from steelyard.runtime.train import train
 from tests.runtime.models import CONFIGS, make_plan
 from tests.runtime.processes import one_process, run_module
 

@@ -51,24 +51,16 @@ def check_outputs(options: TrainOptions) -> None:
     if options.record is not None:
         check_file(options.record, "--record")
     if options.tensorboard is not None:
-        try:
-            import tensorboard  # noqa: F401
-        except ImportError as error:
-            raise UserError(
-                field="--tensorboard",
-                found="no package tensorboard",
-                expected="the package tensorboard, which writes the event files",
-                hint="pip install tensorboard, or leave the option out (--metrics writes the same numbers)",
-            ) from error
         check_folder(options.tensorboard, "--tensorboard")
-    missing = [name for name in ("accelerate", *options.trackers) if options.trackers and find_spec(name) is None]
-    if missing:
-        raise UserError(
-            field="--report-to",
-            found=f"no package {', '.join(missing)}",
-            expected="accelerate and the packages of the chosen trackers",
-            hint=f"pip install {' '.join(missing)}, or leave the option out (--metrics writes the same numbers)",
-        )
+    asked = {"--tensorboard": ["tensorboard"] * (options.tensorboard is not None), "--report-to": options.trackers}
+    for name, packages in asked.items():
+        if missing := [each for each in packages if find_spec(each) is None]:
+            raise UserError(
+                field=name,
+                found=f"no package {', '.join(missing)}",
+                expected="the packages that write the reports",
+                hint=f"pip install {' '.join(missing)}, or leave the option out (--metrics writes the same numbers)",
+            )
     if options.export_hf is not None:
         check_export(options.export_hf)
 

@@ -1,4 +1,4 @@
-"""Evaluation of a run: loss on held-out data, reported every few steps."""
+"""Evaluation of a run: loss on held-out data."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,49 +37,38 @@ def step_on(data: SampleData | OwnData, samples: Sequence[int]) -> dict[str, Any
     return {**step, **beside, "num_targets": max(1, data.num_targets(samples))}
 
 
-class Evaluation:
-    """Evaluation on ``--eval-data``: all samples that fill complete global batches; of rows, all.
+def open_eval_data(plan: Plan, own: OwnModel | None, options: TrainOptions) -> SampleData | OwnData | None:
+    """Return the samples of ``--eval-data``, if it is given.
 
     Raises `InvalidDataError` if there is less than one global batch (without ``--sft``).
     """
+    source = options.eval_source
+    if source is None:
+        return None
+    if str(source) == SYNTHETIC:
+        raise UserError(field="--eval-data", found=SYNTHETIC, expected="finite data", hint="pass a file or a folder")
+    data = open_run_data(source, plan, own, options)
+    if data.num_samples < plan.global_batch and not isinstance(data, CompletionData):
+        raise InvalidDataError(
+            field="--eval-data",
+            found=f"{data.num_samples} samples in {source}",
+            expected=f"at least a global batch of {plan.global_batch}",
+            hint="provide more data",
+        )
+    return data
 
-    def __init__(self, model: ParallelModel, own: OwnModel | None, options: TrainOptions) -> None:
-        self._model, self._options = model, options
-        self._data = None
-        source = options.eval_source
-        if source is None:
-            return
-        if str(source) == SYNTHETIC:
-            raise UserError(
-                field="--eval-data",
-                found=SYNTHETIC,
-                expected="finite data",
-                hint="pass a file or a folder",
-            )
-        self._data = open_run_data(source, model.plan, own, options)
-        if self._data.num_samples < model.plan.global_batch and not isinstance(self._data, CompletionData):
-            raise InvalidDataError(
-                field="--eval-data",
-                found=f"{self._data.num_samples} samples in {source}",
-                expected=f"at least a global batch of {model.plan.global_batch}",
-                hint="provide more data",
-            )
 
-    def after_step(self, num_steps: int) -> float | None:
-        """Return the mean loss after ``num_steps`` steps, or None if no evaluation is due; a collective call."""
-        is_due = num_steps % self._options.eval_every == 0 or num_steps == self._options.steps
-        if self._data is None or not is_due:
-            return None
-        data, size = self._data, self._model.plan.global_batch
-        places = [*range(data.num_samples)]
-        if isinstance(data, CompletionData):
-            places += [NO_SAMPLE] * (-len(places) % size)
-        total, count = 0.0, 0
-        for first in range(0, len(places) - size + 1, size):
-            step = step_on(data, places[first : first + size])
-            weight = step.get("num_targets", 1)
-            total += self._model.eval_step(**step).item() * weight
-            count += weight
-        self._model.clock.take_s()
-        take_imbalance(self._model.layers)  # only those of training are reported
-        return total / count
+def evaluate(model: ParallelModel, data: SampleData | OwnData) -> float:
+    """Return the mean loss of all samples that fill complete global batches; of rows, of all. A collective call."""
+    size, places = model.plan.global_batch, [*range(data.num_samples)]
+    if isinstance(data, CompletionData):
+        places += [NO_SAMPLE] * (-len(places) % size)
+    total, count = 0.0, 0
+    for first in range(0, len(places) - size + 1, size):
+        step = step_on(data, places[first : first + size])
+        weight = step.get("num_targets", 1)
+        total += model.eval_step(**step).item() * weight
+        count += weight
+    model.clock.take_s()
+    take_imbalance(model.layers)  # only those of training are reported
+    return total / count

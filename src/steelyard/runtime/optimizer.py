@@ -89,27 +89,30 @@ def decays(chain: ModelChain, path: str, parameter: nn.Parameter) -> bool:
     return not any(chain.type_of(each).role is LayerRole.EMBEDDING for each, _ in copies)
 
 
-def learning_rate(step: int, options: TrainOptions) -> float:
-    """Return the learning rate of a step; steps count from 0."""
-    if step < options.warmup_steps:
-        return options.lr * (step + 1) / options.warmup_steps
+def transformers_schedule(options: TrainOptions) -> tuple[str, dict[str, float]]:
+    """Return the name and the arguments of a run's schedule in `transformers.get_scheduler`."""
     least = options.least_lr / options.lr if options.lr else 1.0
-    return options.lr * _rate_of(options.schedule, options.warmup_steps, options.steps, least)(step)
-
-
-@cache
-def _rate_of(schedule: str, warmup_steps: int, steps: int, least: float) -> Callable[[int], float]:
-    """Return the learning rate as a function of the step after the warm-up, as a fraction of the peak."""
-    decay_steps = max(1, min(round(DECAY_SHARE * steps), steps - warmup_steps))
-    names: dict[str, tuple[str, dict[str, float]]] = {
+    decay_steps = max(1, min(round(DECAY_SHARE * options.steps), options.steps - options.warmup_steps))
+    schedules: dict[str, tuple[str, dict[str, float]]] = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": least}),
         "linear": ("polynomial", {"lr_end": least, "power": 1.0}),
         "wsd": ("warmup_stable_decay", {"num_decay_steps": decay_steps, "min_lr_ratio": least}),
     }
-    if least == 1.0:
-        return lambda _step: 1.0
-    name, given = names[schedule]
+    return ("constant", {}) if least == 1.0 else schedules[options.schedule]
+
+
+def learning_rate(step: int, options: TrainOptions) -> float:
+    """Return the learning rate of a step; steps count from 0."""
+    if step < options.warmup_steps:
+        return options.lr * (step + 1) / options.warmup_steps
+    return options.lr * _rate_of(options)(step)
+
+
+@cache
+def _rate_of(options: TrainOptions) -> Callable[[int], float]:
+    """Return the learning rate as a function of the step after the warm-up, as a fraction of the peak."""
+    name, given = transformers_schedule(options)
     optimizer = SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
-    scheduler = get_scheduler(name, optimizer, warmup_steps, steps, scheduler_specific_kwargs=given)
+    scheduler = get_scheduler(name, optimizer, options.warmup_steps, options.steps, scheduler_specific_kwargs=given)
     rate: Callable[[int], float] = scheduler.lr_lambdas[0]
     return rate

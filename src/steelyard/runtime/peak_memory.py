@@ -8,6 +8,9 @@ as such when the optimizer is about to read it), so the peak is assembled after 
 
 Not counted on the CPU: scratch memory inside an operation, the process itself (code, libraries), and the tensors
 without memory from which DTensor learns the shape of a result.
+
+With ``--enforce-memory`` a rank is limited to the plan's budget, so that a plan can be tried on devices with more
+memory: the CUDA allocator refuses to exceed it; on the CPU the peak of the first full step is compared with it.
 """
 
 import weakref
@@ -21,18 +24,23 @@ from typing import Any, Self
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from steelyard.errors import InvalidPlanError
 from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode, has_parts
 from steelyard.modules.host_memory import is_on_host
+from steelyard.plan.plan import Plan
+from steelyard.units import format_bytes
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 CUDA_METHOD = "torch.cuda.max_memory_allocated"
 STORAGE_METHOD = "live tensor storages"
+_CPU_MESSAGE = "DefaultCPUAllocator: can't allocate memory"
 
 
 def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> AbstractContextManager[Any]:
@@ -205,3 +213,65 @@ def _cuda_peak(device: torch.device) -> Iterator[SimpleNamespace]:
     torch.cuda.reset_peak_memory_stats(device)
     yield meter
     meter.peak_bytes = torch.cuda.max_memory_allocated(device)
+
+
+class MemoryExceededError(RuntimeError):
+    """Raised when a rank runs out of memory, or takes more than the enforced budget."""
+
+    is_final = True
+
+
+class MemoryLimit:
+    """Memory limit of this rank, with the errors that report that it was exceeded.
+
+    Raises `InvalidPlanError` if a budget is to be enforced and the plan has none.
+    """
+
+    def __init__(self, plan: Plan, *, enforce: bool) -> None:
+        self._plan = plan
+        self._stage = plan.stage_of(dist.get_rank())
+        self._budget_bytes = _budget_bytes(plan) if enforce else None
+        if self._budget_bytes is not None and torch.cuda.is_available():
+            total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self._budget_bytes / total_bytes))
+
+    def check(self, peak_bytes: int) -> None:
+        """Raise `MemoryExceededError` if the peak of a step is above the enforced budget."""
+        if self._budget_bytes is not None and peak_bytes > self._budget_bytes:
+            raise MemoryExceededError(f"its tensors reached {format_bytes(peak_bytes)} in a step; {self._predicted()}")
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn PyTorch's out-of-memory errors in the context into a `MemoryExceededError`."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise MemoryExceededError(self._message(str(error))) from error
+        except RuntimeError as error:
+            if _CPU_MESSAGE not in str(error):
+                raise
+            raise MemoryExceededError(self._message(str(error))) from error
+
+    def _message(self, cause: str) -> str:
+        held = ""
+        if torch.cuda.is_available():
+            held = f"its tensors reached {format_bytes(torch.cuda.max_memory_allocated())}; "
+        return f"memory ran out; {held}{self._predicted()}\n{cause.splitlines()[0]}"
+
+    def _predicted(self) -> str:
+        prediction = self._plan.prediction
+        if prediction is None:
+            return "the plan has no prediction"
+        predicted = format_bytes(prediction.stages[self._stage].total_bytes)
+        return f"predicted for stage {self._stage}: {predicted}, of a budget of {format_bytes(prediction.device_bytes)}"
+
+
+def _budget_bytes(plan: Plan) -> int:
+    if plan.prediction is None:
+        raise InvalidPlanError(
+            field="prediction",
+            found="nothing",
+            expected="a plan with a budget, for --enforce-memory",
+            hint="make the plan with `steelyard plan`, or leave the option out",
+        )
+    return plan.prediction.device_bytes

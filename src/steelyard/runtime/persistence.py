@@ -133,34 +133,34 @@ class Persistence:
         """Return the first sample of a step (from 0); a resumed run continues after the samples already read."""
         return self.num_samples + (step - self.num_steps) * self._model.plan.global_batch
 
-    def after_step(self, num_steps: int, *, is_stopping: bool) -> None:
-        """Save the state after ``num_steps`` steps if the options say so, or if the run is to stop there.
-
-        Raises if an earlier save has failed.
-        """
+    def after_step(self, num_steps: int) -> None:
+        """Raise if an earlier save has failed, and note the progress of an elastic run."""
         if self._checkpointer is None:
             return
         self._checkpointer.check()
         if self._options.elastic:
             saved = max(self._checkpointer.last_step, self.num_steps)
             write_standing(Standing(num_steps=num_steps, num_saved=saved), os.environ)
-        if num_steps % self._options.checkpoint_every == 0 or num_steps == self._options.steps or is_stopping:
-            plan, chain = self._model.plan, self._model.chain
-            self._checkpointer.save(
-                self._state,
-                CheckpointInfo(
-                    step=num_steps,
-                    num_samples=self.first_sample(num_steps),
-                    seed=self._options.seed,
-                    data_samples=self._data_samples,
-                    options=self._options.of_run(self._data),
-                    model_name=chain.name,
-                    config_hash=chain.config_hash,
-                    plan_hash=plan_hash(plan),
-                    num_processes=dist.get_world_size(),
-                ),
-                self._model.device,
-            )
+
+    def save(self, num_steps: int) -> None:
+        """Save the state after ``num_steps`` steps."""
+        assert self._checkpointer is not None, "--checkpoint-dir"
+        plan, chain = self._model.plan, self._model.chain
+        self._checkpointer.save(
+            self._state,
+            CheckpointInfo(
+                step=num_steps,
+                num_samples=self.first_sample(num_steps),
+                seed=self._options.seed,
+                data_samples=self._data_samples,
+                options=self._options.of_run(self._data),
+                model_name=chain.name,
+                config_hash=chain.config_hash,
+                plan_hash=plan_hash(plan),
+                num_processes=dist.get_world_size(),
+            ),
+            self._model.device,
+        )
 
     @contextmanager
     def rescuing(self) -> Iterator[None]:

@@ -1,12 +1,10 @@
-"""Life cycle of one process of a training run: arguments, checks, the plan of an elastic run, the run.
+"""Plan of an elastic run, chosen at every rendezvous, before the processes join a group.
 
-The plan of an elastic run is chosen at every rendezvous, before the processes join a group. Every process writes its
-host to the store of the rendezvous, and its device group if the plan has several. The first process finds the plan for
-that many hosts and devices, and all read it from the store. A plan uses the first processes of the first hosts, or of
-the hosts of each device group; the others are spare and wait.
+Every process writes its host to the store of the rendezvous, and its device group if the plan has several. The first
+process finds the plan for that many hosts and devices, and all read it from the store. A plan uses the first processes
+of the first hosts, or of the hosts of each device group; the others are spare and wait.
 """
 
-import argparse
 import json
 import os
 from collections import Counter
@@ -25,11 +23,6 @@ from steelyard.plan.choices import Replan
 from steelyard.plan.file import dump_json, parse_value, read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.processes.failure import TORCHRUN_RANK_VARIABLE
-from steelyard.processes.group import host_ranks, local_rank, process_group, world_size
-from steelyard.processes.rank import run_rank
-from steelyard.runtime.checks import check_elastic, check_host, check_optimizer, check_outputs, check_world_size
-from steelyard.runtime.data.prepare import prepare_data
-from steelyard.runtime.options import DATA_HELP, TrainOptions, add_train_options
 
 _ANSWER, _DONE = "plan", "done"
 """Keys in the store."""
@@ -101,50 +94,3 @@ def _answer(
         idle = f"; idle until more come back: process {', '.join(spare)} of {len(hosts)}" if spare else ""
         say(f"elastic: {found.notice}{idle}\n")
     return {"mistake": None, "plan": json.loads(dump_json(plan)), "ranks": ranks, "taken": taken}
-
-
-def main(arguments: Sequence[str] | None = None, *, replan: Replan | None = None) -> None:
-    """Run this rank's part of a training run and end the process: 0 done, 1 failed, 2 a mistake of the user.
-
-    ``replan`` finds the plan of an elastic run for the available hosts and devices.
-    """
-    parser = argparse.ArgumentParser(
-        prog="torchrun -m steelyard.train", description="One process of a training run under a plan."
-    )
-    parser.add_argument("plan", help="the plan file")
-    parser.add_argument("--data", help=DATA_HELP)
-    add_train_options(parser)
-    namespace = parser.parse_args(arguments)
-    run_rank(lambda: _begin(namespace, replan))
-
-
-def _begin(namespace: argparse.Namespace, replan: Replan | None) -> None:
-    options = TrainOptions.from_namespace(namespace)
-    check_elastic(options)
-    num_processes = world_size()
-    if not options.elastic or replan is None:
-        plan = read_plan(namespace.plan)
-        check_world_size(plan, num_processes)
-        _train(plan, namespace.data, options)
-        return
-    path = Path(namespace.plan)
-    with settled_plan(
-        path, replan, folder=options.checkpoint_dir, timeout_s=options.timeout_s, pool=options.pool or ""
-    ) as mine:
-        if mine is not None:
-            _train(mine[0], namespace.data, options, store=mine[1])
-
-
-def _train(plan: Plan, data: str | None, options: TrainOptions, *, store: dist.Store | None = None) -> None:
-    check_host(plan, host_ranks(), device=options.device)
-    check_optimizer(plan, options)
-    source = options.source(data)
-    if local_rank() == 0:
-        for each in (source, options.eval_source):
-            prepare_data(each, options.text, plan)
-    if os.environ["RANK"] == "0":
-        check_outputs(options)
-    from steelyard.runtime.train import train  # imports transformers, which takes seconds: report mistakes before
-
-    with process_group(options.timeout_s, store=store):
-        train(plan, data, options)
