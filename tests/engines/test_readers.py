@@ -1,6 +1,8 @@
 """Tests of reading engine files as settings: exported files round-trip; users' settings are read or named."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,8 @@ WRITTEN = {
     "FSDP": ("torchtitan", Settings(zero=3, remat=Remat.SELECTIVE, micro_batch=2)),
     "FSDP that keeps parameters": ("torchtitan", Settings(zero=2, tp=2, replicas=2)),
     "FSDP in a pipeline": ("torchtitan", Settings(zero=1, pp=2, tp=2, blocks=(18, 14), remat=Remat.FULL)),
+    "weight passes": ("torchtitan", Settings(zero=1, pp=2, vpp=4, schedule="interleaved-zero-bubble")),
+    "chunks in a V": ("torchtitan", Settings(pp=2, vpp=2, tp=2, schedule="zb-v")),
     "data parallelism": ("torchtitan", Settings(zero=0, tp=4)),
     "ZeRO-3": ("deepspeed", Settings(zero=3, sp=False, remat=Remat.FULL, micro_batch=2)),
     "ZeRO-2 beside tp": ("deepspeed", Settings(zero=2, sp=False, tp=2)),
@@ -51,6 +55,44 @@ def test_what_is_written_for_an_engine_is_read_again(name: str, tmp_path: Path) 
         assert (again.global_batch, again.precision) == (plan.global_batch, plan.precision)
         assert again.prediction == plan.prediction
         assert not any(name in note for note in notes for name in ("parallel", "batch", "seq"))
+
+
+@pytest.mark.slow
+def test_weight_passes_in_torchtitan_keep_all_saved_tensors() -> None:
+    engine = ENGINES["torchtitan"]
+    less = replace(engine, execution=replace(engine.execution, splits_whole=False))
+    request = make_request("llama3.1-8b", CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0)
+    settings = Settings(zero=1, pp=4, vpp=2, schedule="interleaved-zero-bubble")
+    whole, operands = (price_settings(request, each, "bf16", settings)[0].prediction for each in (engine, less))
+    assert whole.step_time_s == operands.step_time_s
+    saved, kept = ([stage.total_bytes for stage in each.stages] for each in (operands, whole))
+    assert all(more > one for more, one in zip(kept, saved, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"remat": Remat.FULL}, "full remat under zb-v"),
+        ({"schedule": "dualpipe-v"}, "the dualpipe-v schedule"),
+    ],
+)
+def test_weight_passes_are_refused_in_torchtitan_where_torch_cannot_split(
+    changes: dict[str, Any], message: str
+) -> None:
+    request = make_request("llama3.1-8b", CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0)
+    settings = replace(Settings(pp=2, vpp=2, cp=4, schedule="zb-v"), **changes)
+    with pytest.raises(UserError, match=message):
+        price_settings(request, ENGINES["torchtitan"], "bf16", settings)
+
+
+def test_an_unknown_schedule_in_a_file_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        "[training]\nlocal_batch_size = 8\nseq_len = 4096\n"
+        '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "LoopedBFS"\n'
+    )
+    with pytest.raises(UserError, match="LoopedBFS"):
+        plan_of_file(path, "llama3.1-8b", CLUSTER, engine="torchtitan")
 
 
 SCRIPT = """

@@ -8,6 +8,12 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as launchers set it, and read while torch is imported
 
+import steelyard.integrations.run
+import steelyard.planning.elastic
+import steelyard.processes.elastic  # torchrun
+import steelyard.profiler.measure
+import steelyard.runtime.parity
+import steelyard.train  # noqa: F401
 
 IMPORTED_IN = os.getpid()
 

@@ -15,6 +15,7 @@ from steelyard.plan.strategy import Remat
 from steelyard.planning.price import peak_bytes
 from steelyard.planning.request import check_precision, make_request
 from steelyard.planning.settings import Settings, price_settings
+from steelyard.schedules import SCHEDULES
 from steelyard.units import format_bytes, format_seconds, format_tera
 
 
@@ -25,6 +26,7 @@ def _setting(flag: str, text: str, most: int, least: int = 1) -> Any:
 _ZERO = "Sharded over data ranks: 0 nothing, 1 optimizer, 2 also gradients, 3 also parameters."
 _SP = "Sequence parallelism with tp."
 _REMAT = "Activation checkpointing of blocks: none, selective, full."
+_SCHEDULE = f"Pipeline schedule: {', '.join(SCHEDULES)}."
 _REMAT_BLOCKS = "Number of blocks per chunk with full remat."
 
 
@@ -40,6 +42,7 @@ def price(
     cp: Annotated[int, _setting("--cp", "Context-parallel degree.", MOST_DEVICES)] = 1,
     pp: Annotated[int, _setting("--pp", "Pipeline stages.", MOST_LAYERS)] = 1,
     vpp: Annotated[int, _setting("--vpp", "Virtual stages: chunks of the model per stage.", MOST_LAYERS)] = 1,
+    schedule: Annotated[str | None, options.option("--schedule", "NAME", _SCHEDULE, options.PARALLELISM)] = None,
     ep: Annotated[int, _setting("--ep", "Expert-parallel degree.", MOST_DEVICES)] = 1,
     micro_batch: Annotated[int, _setting("--micro-batch", "Samples of a microbatch per rank.", MOST_SAMPLES)] = 1,
     zero: Annotated[int, _setting("--zero", _ZERO, 3, 0)] = 1,
@@ -79,6 +82,7 @@ def price(
             cp=cp,
             pp=pp,
             vpp=vpp,
+            schedule=schedule,
             ep=ep,
             micro_batch=micro_batch,
             zero=zero,

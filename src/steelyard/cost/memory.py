@@ -37,6 +37,7 @@ freed theirs.
 Under a schedule with weight passes a block holds $w$ from its backward pass to its weight pass: the inputs of its
 linear layers and the gradients of their outputs. On a stage with $i$ pending weight passes when a backward pass begins,
 $h$ is larger by $i\,w$ and $f$ smaller by $w$. $u$ is unchanged, because inputs are freed as gradients accumulate.
+torch's split backward passes (`Execution.splits_whole`) keep all saved tensors in addition.
 
 Layers kept whole (ZeRO-1, with several microbatches) free and reduce only in the last backward pass, with one
 microbatch in flight: $f = b$ and $r = 0$, because the whole gradients and $c$ that a layer frees offset its reduction.
@@ -280,6 +281,8 @@ def _waiting_bytes(tables: CostTables, config: JobConfig) -> IntTable:
 def _with_weight_passes(found: dict[str, Any], tables: CostTables, config: JobConfig) -> dict[str, Any]:
     """Return the fields of `memory_tables` under a schedule with weight passes."""
     pipeline, waits = config.pipeline, _waiting_bytes(tables, config)
+    if config.job.execution.splits_whole:
+        waits = np.where(waits, waits + found["activation_bytes"], 0)
     stage_bytes: dict[int, IntTable] = {}
     for stage in range(pipeline.num_stages):
         in_flight, waiting = pipeline.in_flight(stage), pipeline.waiting(stage)

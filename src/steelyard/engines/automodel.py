@@ -48,7 +48,9 @@ CAPABILITIES = Capabilities(
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
     why_not={"dp": "which FSDP2 supports only together with fsdp"},
     remats=frozenset(Remat),
-    schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
+    schedules=frozenset(
+        each.name for each in SCHEDULES.values() if each.torchtitan_name is not None and not each.splits_backward
+    ),
 )
 _REMATS: Mapping[Remat, bool | str] = {Remat.NONE: False, Remat.SELECTIVE: "selective", Remat.FULL: True}
 

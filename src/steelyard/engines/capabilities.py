@@ -9,6 +9,7 @@ plans of that form.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from steelyard.levers import Levers
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.dimensions import Value, dimension_named, modes
 from steelyard.plan.dimensions.dimension import Dimension, Divides, Mode
@@ -56,12 +57,21 @@ class Capabilities:
     """Remat choices that may apply to all blocks."""
     remats_first_blocks: bool = False
     """Whether only the first n blocks of every stage may be recomputed, with the same n on all stages."""
+    remats_split: frozenset[Remat] | None = None
+    """Remat choices under schedules with weight passes; None: those under other schedules."""
+    levers_unsplit: frozenset[str] = frozenset()
+    """Names of levers that the engine does not combine with weight passes."""
     schedules: frozenset[str] = frozenset()
     """Names of the pipeline schedules; empty if there are no pipelines. Pipelines may be cut anywhere."""
 
     def runs(self, schedule: str) -> bool:
         """Return whether stages may run this schedule."""
         return self.mixes_layers or schedule in self.schedules
+
+    def weight_pass_refusal(self, levers: Levers) -> str | None:
+        """Return why weight passes are not possible with these levers; None if they are."""
+        named = (f"--{lever.name} {lever}" for lever in levers.chosen if lever.name in self.levers_unsplit)
+        return levers.weight_pass_refusal() or next(named, None)
 
     def divides_experts(self, chain: ModelChain) -> bool:
         """Return whether the experts of a model may be divided."""
@@ -152,6 +162,11 @@ def _reasons(plan: Plan, chain: ModelChain, capabilities: Capabilities) -> Itera
         yield f"a pipeline ({plan.num_stages} stages)"
     elif plan.num_stages > 1 and plan.schedule not in capabilities.schedules:
         yield f"the {plan.schedule} schedule"
+    elif plan.num_stages > 1 and plan.pipeline.schedule.splits_backward:
+        known = capabilities.remats if capabilities.remats_split is None else capabilities.remats_split
+        yield from (f"{remat} remat under {plan.schedule}" for remat in sorted({*choices} - known))
+        refusal = capabilities.weight_pass_refusal(plan.chosen_levers)
+        yield from () if refusal is None else (f"{plan.schedule} with {refusal}",)
 
 
 def block_layers(chain: ModelChain) -> tuple[int, ...]:

@@ -33,6 +33,8 @@ class Settings:
     """Ranks over which the experts are divided, among all ranks of a stage except those of cp."""
     replicas: int = 1
     """Groups of data ranks, each of which shards states among its own ranks (hybrid sharding)."""
+    schedule: str | None = None
+    """Name of the pipeline schedule; None: 1F1B, or interleaved 1F1B with several chunks."""
     micro_batch: int = 1
     """Samples of a microbatch on a data rank."""
     zero: int = 1

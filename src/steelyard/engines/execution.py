@@ -201,6 +201,9 @@ class Execution:
     buffers_every_microbatch: bool = False
     """Whether a stage has a receive buffer for every microbatch of a step, and keeps sent tensors until the schedule
     waits for them, as the stages of `torch.distributed.pipelining` do."""
+    splits_whole: bool = False
+    """Whether a pending weight pass keeps all tensors saved for its backward pass, as torch's split backward passes do,
+    and not only the operands of linear layers."""
     adapters: Literal["computed", "autocast", "fp32"] = "computed"
     """Precision of adapters: that of their layer; autocast with fp32 weights, where each keeps a copy of its input in
     16 bits, except under fsdp, which gathers weights in compute precision; or all in fp32, as they are then traced."""

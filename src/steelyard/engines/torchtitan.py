@@ -43,6 +43,8 @@ CAPABILITIES = Capabilities(
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
     remats=frozenset(Remat),
+    remats_split=frozenset({Remat.NONE}),  # a tenth of the speed with remat (torchtitan issue 773)
+    levers_unsplit=frozenset({Float8.name}),  # its blocks are compiled, which torch cannot split (pytorch issue 161904)
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
 )
 
@@ -399,7 +401,14 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
     if seq_len and "training.num_tokens_per_train_step" in values:  # main counts tokens
         batch = entries.number("training.num_tokens_per_train_step") // seq_len
         micro_batch = entries.number("training.num_tokens_per_microbatch_per_dp_rank") // seq_len
-    chunks = 2 if any(schedule == each.torchtitan_name for each in SCHEDULES.values() if each.takes_chunks) else 1
+    named = {each.torchtitan_name: each for each in SCHEDULES.values() if each.torchtitan_name}
+    if schedule not in named:
+        raise UserError(
+            field=f"{parallel}pipeline_parallel_schedule",
+            found=schedule,
+            expected=" or ".join(named),
+            hint="change it in the file",
+        )
     mode = str(entries.get("activation_checkpoint.mode", default="none"))
     remats = {"none": Remat.NONE, "selective": Remat.SELECTIVE, "full": Remat.FULL}
     if mode not in remats:
@@ -416,11 +425,12 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
             tp=tp,
             cp=cp,
             pp=pp,
-            vpp=len(parts) // pp if parts else chunks if pp > 1 else 1,
+            vpp=len(parts) // pp if parts else 2 if pp > 1 and named[schedule].takes_chunks else 1,
+            schedule=named[schedule].name,
             ep=entries.number(f"{parallel}expert_parallel_degree"),
             replicas=replicas,
             micro_batch=micro_batch,
-            zero=(2 if keeps == "never" else 3) if shards > 1 else 0,
+            zero=(2 if keeps == "never" else 3) if shards * cp > 1 else 0,  # states are divided over cp, too
             sp=bool(entries.get(f"{parallel}enable_sequence_parallel", default=True)),
             remat=remats[mode],
             blocks=tuple(sum(str(name).startswith("layers.") for name in part) for part in parts) if parts else None,
@@ -479,7 +489,7 @@ def _compiled(execution: Execution) -> Execution:
 TORCHTITAN = Engine(
     name="torchtitan",
     capabilities=CAPABILITIES,
-    execution=Execution(buffers_every_microbatch=True, kernels=replace(_KERNELS, loss_pieces=8)),
+    execution=Execution(buffers_every_microbatch=True, splits_whole=True, kernels=replace(_KERNELS, loss_pieces=8)),
     precisions=("bf16", "fp32"),
     options={WHOLE_LOSS: {"kernels": _KERNELS}},
     refuse=_refuse,

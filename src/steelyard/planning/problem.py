@@ -112,8 +112,10 @@ def _within_engine(job: Job, decisions: Decisions) -> Decisions:
     means = job.engine.capabilities
     if means.mixes_layers:
         return decisions
+    splits = all(SCHEDULES[name].splits_backward for name in decisions.allowed_schedules)
+    known = means.remats if means.remats_split is None or not splits else means.remats_split
     able = Decisions(
-        remats=tuple(remat for remat in Remat if remat in means.remats),
+        remats=tuple(remat for remat in Remat if remat in known),
         modes={
             key: tuple(each for each in mode.texts if means.offers(key, each)) for key, (_, mode) in modes().items()
         },
@@ -219,7 +221,8 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
         of_batch = f"a divisor of the batch of {job.global_batch}"
         counts = _pinned("num_microbatches", decisions.num_microbatches, counts, of_batch)
     schedules = [each for each in SCHEDULES.values() if each.name in decisions.allowed_schedules]
-    if refused := job.levers.weight_pass_refusal():
+    means = job.engine.capabilities
+    if refused := means.weight_pass_refusal(job.levers):
         if all(each.splits_backward for each in schedules):
             raise UserError(
                 field="--schedule",
@@ -228,7 +231,6 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
                 hint="name another one as well, or leave the lever out",
             )
         schedules = [each for each in schedules if not each.splits_backward]
-    means = job.engine.capabilities
     if decisions.schedules is not None and not any(means.runs(each.name) for each in schedules):
         known = ", ".join(each for each in SCHEDULES if means.runs(each))
         raise UserError(

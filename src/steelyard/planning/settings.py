@@ -20,7 +20,7 @@ from steelyard.planning.job import job_of
 from steelyard.planning.price import assemble_plan, peak_bytes, with_price
 from steelyard.planning.request import PlanRequest, check_precision, make_request
 from steelyard.precision import Precision
-from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig
+from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig, find_schedule
 from steelyard.units import format_bytes, format_seconds
 
 __all__ = ["Settings", "plan_of_file", "plan_of_settings", "price_settings"]
@@ -133,7 +133,8 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
     count = _divided("--micro-batch", job.global_batch, data * settings.micro_batch, "samples of the global batch")
     experts = _divided("--ep", settings.ep, settings.tp, "ranks of experts by tp") if settings.ep > 1 else 1
     strategy = _strategy(job, settings, data, experts)
-    schedule = next(each for each in SCHEDULES.values() if each.takes_chunks) if settings.vpp > 1 else USUAL
+    usual = next(each for each in SCHEDULES.values() if each.takes_chunks) if settings.vpp > 1 else USUAL
+    schedule = usual if settings.schedule is None or settings.pp == 1 else find_schedule(settings.schedule)
     pipeline = PipelineConfig(
         num_stages=settings.pp, num_chunks=settings.vpp, num_microbatches=count, schedule=schedule
     )

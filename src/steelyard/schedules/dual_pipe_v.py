@@ -8,8 +8,8 @@ weight passes follow their backward pass at once. Those of the warm-up and of th
 bubbles. A stage has at most $2P + 1$ passes in flight on $P$ stages, one more than under ZB-V, and needs $2P$
 microbatches or more.
 
-Not exported to other engines, for the reasons of ZB-V: torchtitan's ``DualPipeV`` splits backward passes as torch does
-and overlaps passes inside a pair. Megatron-Core has no schedule with chunks in a V.
+Not exported to other engines: torchtitan's ``DualPipeV`` overlaps the passes of a pair and sends after both, which no
+price here covers. Megatron-Core has no schedule with chunks in a V.
 
 Source: https://github.com/deepseek-ai/DualPipe (DualPipeV), after DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.1;
 the order of `ScheduleDualPipeV` of `torch.distributed.pipelining` 2.13.
@@ -29,6 +29,7 @@ class DualPipeV(ZeroBubbleV):
     name = "dualpipe-v"
     title = "DualPipeV"
     torch_name = "_PipelineScheduleRuntime"
+    torchtitan_name = None
     runs_as_rows = True
 
     def sequence(self, num_stages: int, num_microbatches: int, stage: int) -> Iterator[Pass]:

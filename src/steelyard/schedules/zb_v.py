@@ -10,9 +10,8 @@ Stage $i$ runs $2(P - i) - 1$ forward passes of its first chunk, then forward pa
 head's stage may begin its backward passes, then all three passes of both chunks in turn. A weight pass follows its
 backward pass at once until the forward passes are used up. Then weight passes fill the time in which gradients return.
 
-Not exported to other engines. torchtitan has it as ``ZBVZeroBubble``, with torch's split backward passes, which keep
-all saved tensors until the weight pass, reject compiled blocks, and would recompute a block once for each group of its
-weights. Megatron-Core has no schedule with chunks in a V.
+torchtitan runs it with torch's split backward passes, as interleaved zero-bubble. Megatron-Core has no schedule with
+chunks in a V.
 
 Source: Qi et al. 2024 (arXiv 2401.10241), section 6; the order of `ScheduleZBVZeroBubble` of
 `torch.distributed.pipelining` 2.13.
@@ -40,6 +39,7 @@ class ZeroBubbleV(Schedule):
     name = "zb-v"
     title = "ZB-V"
     torch_name = "ScheduleZBVZeroBubble"
+    torchtitan_name: str | None = "ZBVZeroBubble"
     chunk_counts = (2,)
     keeps_sends = True
     splits_backward = True

@@ -6,8 +6,8 @@ The last stages, which start their backward passes first, therefore have weight 
 Stage $i$ first runs $\min(mv, (v - 1)g + (P - 1 - i))$ forward passes, half as many per later stage as interleaved
 1F1B because gradients arrive sooner. Rounds of $g$ microbatches are those of interleaved 1F1B.
 
-Not exported to other engines. torchtitan has it with torch's split backward passes, which keep all saved tensors until
-the weight pass, reject compiled blocks, and would recompute a block once for each group of its weights. Megatron-Core
+torchtitan runs it with torch's split backward passes, which keep all saved tensors until the weight pass, reject
+compiled blocks and recompute a block once for each group of its weights, so it runs without these there. Megatron-Core
 delays weight gradients only within its own schedules (``delay_wgrad_compute``).
 
 Source: Qi et al. 2024 (arXiv 2401.10241), section 2.1 (ZB-H1), over the chunks of every stage; the order of
@@ -28,7 +28,8 @@ class InterleavedZeroBubble(Interleaved1F1B):
     name = "interleaved-zero-bubble"
     title = "interleaved zero-bubble"
     torch_name = "ScheduleInterleavedZeroBubble"
-    torchtitan_name = megatron_name = None
+    torchtitan_name: str | None = "InterleavedZeroBubble"
+    megatron_name = None
     forwards_per_hop = 1
     splits_backward = True
     only_alone = True

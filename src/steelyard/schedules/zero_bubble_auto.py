@@ -21,6 +21,7 @@ class ZeroBubbleAuto(InterleavedZeroBubble):
     name = "zero-bubble-auto"
     title = "zero-bubble in the best order found"
     torch_name = "_PipelineScheduleRuntime"
+    torchtitan_name = None
     orders_by_time = runs_as_rows = True
 
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
