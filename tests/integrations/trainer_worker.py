@@ -26,7 +26,7 @@ from tests.runtime.lora_cases import lora_plan
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 from tests.runtime.processes import fork, one_of_many_cases
 
-NUM_RANKS, STEPS, SEED = 4, 10, 5
+NUM_RANKS, STEPS, SEED = 4, 20, 5
 LLAMA = CONFIGS["llama"] | {"num_hidden_layers": 2}
 _FOUR = {"num_devices": NUM_RANKS, "num_microbatches": 2, "global_batch": 8, "seq_len": 16}
 PLANS: dict[str, Callable[[], Plan]] = {

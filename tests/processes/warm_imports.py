@@ -12,8 +12,8 @@ import steelyard.integrations.run
 import steelyard.planning.elastic
 import steelyard.processes.elastic  # torchrun
 import steelyard.profiler.measure
-import steelyard.runtime.parity
-import steelyard.train  # noqa: F401
+import steelyard.runtime.elastic_plan
+import steelyard.runtime.parity  # noqa: F401
 
 IMPORTED_IN = os.getpid()
 

@@ -48,9 +48,9 @@ WORDS = {
 RUNS = [(word, name) for word, names in WORDS.items() for name in names if name != "alone"]
 EXACT_TOLERANCE = 1e-5
 """Relative tolerance of losses for sums in another order, also with quantized moments of whole tensors (`WHOLE`)."""
-TOLERANCE = {"adamw-8bit": 2e-4, "adamw-4bit": 1e-2, WEIGHTS: 5e-3}
+TOLERANCE = {"adamw-8bit": 2e-4, "adamw-4bit": 1e-2, "muon": 5e-5, WEIGHTS: 5e-3}
 """Tolerance with quantized moments whose blocks are divided differently, or in fp32 in shards of under 4,096
-entries."""
+entries; of Muon, whose updates are products in bf16, which processors round differently."""
 WHOLE = {"alone", "replicated", "stages", "tokens"}
 RESUMED = [
     ("adamw-8bit", "sharded", "adamw-8bit", "sharded"),
@@ -139,7 +139,7 @@ def test_losses_equal_those_of_one_process(runs: Runs, word: str, name: str) -> 
 
 def tolerance(word: str, *names: str) -> float:
     """Tolerance of losses under these plans."""
-    is_exact = word != WEIGHTS and WHOLE.issuperset(names)
+    is_exact = word not in ("muon", WEIGHTS) and WHOLE.issuperset(names)
     return EXACT_TOLERANCE if is_exact else TOLERANCE.get(word, EXACT_TOLERANCE)
 
 
