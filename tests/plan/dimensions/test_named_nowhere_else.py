@@ -49,7 +49,8 @@ THEIRS = "uses what torch, transformers or a config call so"
 MAY_HOLD = {
     "engines/__init__.py": THEIRS,
     "engines/config_entries.py": THEIRS,
-    "integrations/transformers.py": LANGUAGE,
+    "engines/engine.py": "has settings as frameworks name them",
+    "integrations/planned_trainer.py": THEIRS,
     "levers/quantized_base.py": DATA,
     "levers/train.py": "says which layers of a model with adapters divide, and why others do not",
     "model/own.py": DATA,
