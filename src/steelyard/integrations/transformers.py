@@ -119,6 +119,7 @@ class PlanTrainer(PlannedTrainer):
         batch = planned_batch(inputs, self.plan)
         self.parallel.num_steps = self.state.global_step
         loss = self.parallel.train_step(batch.read, num_targets=batch.num_targets, model_kwargs=batch.model_kwargs)
+        self.parallel.clock.clear()  # not reported here; it would grow with every step
         return loss.detach()
 
     def prediction_step(

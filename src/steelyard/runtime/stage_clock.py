@@ -51,8 +51,12 @@ class StageClock:
         On a GPU call it after the step has ended on the device.
         """
         worked_s, waited_s = (sum(_seconds(*lap) for lap in laps) for laps in self._laps.values())
-        self._laps = {what: [] for what in self._laps}
+        self.clear()
         return worked_s, max(0.0, worked_s - waited_s)
+
+    def clear(self) -> None:
+        """Forget the work since the last call."""
+        self._laps = {what: [] for what in self._laps}
 
     def watch(self, stage: PipelineStage) -> None:
         """Time the passes of a pipeline stage under any schedule."""
