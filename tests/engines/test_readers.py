@@ -85,6 +85,23 @@ def test_weight_passes_are_refused_in_torchtitan_where_torch_cannot_split(
         price_settings(request, ENGINES["torchtitan"], "bf16", settings)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pp": 1, "vpp": 1}, "zb-v with --pp 1 --vpp 1"),
+        ({"vpp": 1}, "zb-v with --pp 2 --vpp 1"),
+        ({"vpp": 4}, "4 under zb-v"),
+        ({"schedule": "1f1b"}, "1f1b with --pp 2 --vpp 2"),
+        ({"schedule": "zbv"}, "did you mean zb-v"),
+    ],
+)
+def test_a_schedule_of_other_stages_or_chunks_is_an_error(changes: dict[str, Any], message: str) -> None:
+    request = make_request("llama3.1-8b", CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0)
+    settings = replace(Settings(pp=2, vpp=2, cp=4, schedule="zb-v"), **changes)
+    with pytest.raises(UserError, match=message):
+        price_settings(request, ENGINES["torchtitan"], "bf16", settings)
+
+
 def test_an_unknown_schedule_in_a_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(

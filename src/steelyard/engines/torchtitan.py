@@ -426,7 +426,7 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
             cp=cp,
             pp=pp,
             vpp=len(parts) // pp if parts else 2 if pp > 1 and named[schedule].takes_chunks else 1,
-            schedule=named[schedule].name,
+            schedule=named[schedule].name if pp > 1 else None,
             ep=entries.number(f"{parallel}expert_parallel_degree"),
             replicas=replicas,
             micro_batch=micro_batch,

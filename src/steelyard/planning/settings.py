@@ -20,7 +20,7 @@ from steelyard.planning.job import job_of
 from steelyard.planning.price import assemble_plan, peak_bytes, with_price
 from steelyard.planning.request import PlanRequest, check_precision, make_request
 from steelyard.precision import Precision
-from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig, find_schedule
+from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig, Schedule, find_schedule
 from steelyard.units import format_bytes, format_seconds
 
 __all__ = ["Settings", "plan_of_file", "plan_of_settings", "price_settings"]
@@ -133,11 +133,10 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
     count = _divided("--micro-batch", job.global_batch, data * settings.micro_batch, "samples of the global batch")
     experts = _divided("--ep", settings.ep, settings.tp, "ranks of experts by tp") if settings.ep > 1 else 1
     strategy = _strategy(job, settings, data, experts)
-    usual = next(each for each in SCHEDULES.values() if each.takes_chunks) if settings.vpp > 1 else USUAL
-    schedule = usual if settings.schedule is None or settings.pp == 1 else find_schedule(settings.schedule)
     pipeline = PipelineConfig(
-        num_stages=settings.pp, num_chunks=settings.vpp, num_microbatches=count, schedule=schedule
+        num_stages=settings.pp, num_chunks=settings.vpp, num_microbatches=count, schedule=_schedule(settings)
     )
+    pipeline.check()
     blocks, recomputed = set(block_layers(chain)), settings.remat_blocks
     parts, first, size = [], 0, devices // settings.pp
     num_parts = settings.pp * settings.vpp
@@ -204,6 +203,20 @@ def _strategy(job: Job, settings: Settings, data: int, experts: int) -> Strategy
     except InvalidPlanError as error:
         raise UserError(**error.parts() | {"field": "settings"}) from None
     return replace(found, remat=Remat.FULL if settings.remat_blocks is not None else settings.remat)
+
+
+def _schedule(settings: Settings) -> Schedule:
+    if settings.schedule is None:
+        return next(each for each in SCHEDULES.values() if each.takes_chunks) if settings.vpp > 1 else USUAL
+    found = find_schedule(settings.schedule)
+    if settings.pp == 1 or found.takes_chunks != (settings.vpp > 1):
+        raise UserError(
+            field="--schedule",
+            found=f"{found.name} with --pp {settings.pp} --vpp {settings.vpp}",
+            expected=f"two or more stages with {'two or more chunks' if found.takes_chunks else 'one chunk'} each",
+            hint="change --pp or --vpp, or leave --schedule out",
+        )
+    return found
 
 
 def _divided(option: str, whole: int, parts: int, words: str) -> int:
