@@ -286,8 +286,8 @@ def _with_weight_passes(found: dict[str, Any], tables: CostTables, config: JobCo
     stage_bytes: dict[int, IntTable] = {}
     for stage in range(pipeline.num_stages):
         in_flight, waiting = pipeline.in_flight(stage), pipeline.waiting(stage)
+        # these wait at the moment of the most passes in flight, the others in place of passes in flight
         beside = pipeline.schedule.unfinished(pipeline, stage) - in_flight
-        """Waiting passes at the moment of the most passes in flight; the others wait in place of passes in flight."""
         replaced = beside * waits + (waiting - beside) * np.maximum(waits - found["activation_bytes"], 0)
         stage_bytes[in_flight] = np.maximum(replaced, stage_bytes.get(in_flight, 0))
     return found | {
