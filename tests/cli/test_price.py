@@ -22,6 +22,15 @@ def test_settings_are_priced_in_one_line_by_the_engine(run: Run) -> None:
     assert line.endswith("fits")
 
 
+def test_settings_without_a_zero_stage_have_one_that_the_engine_runs(run: Run) -> None:
+    for engine, usual in (("torchtitan", 3), ("deepspeed", 3), ("megatron", 1), ("native", 1)):
+        priced = run("price", *JOB, "--engine", engine, "--remat", "full")
+        assert priced.exit_code == 0, priced.output
+        assert priced.stdout == run("price", *JOB, "--engine", engine, "--remat", "full", "--zero", usual).stdout
+    error = user_error(run("price", *JOB, "--engine", "torchtitan", "--zero", 1))
+    assert (error.field, error.found) == ("--engine", "torchtitan with zero 1")
+
+
 @pytest.mark.slow
 def test_a_plan_of_settings_is_written_and_explained(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"

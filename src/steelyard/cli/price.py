@@ -23,7 +23,10 @@ def _setting(flag: str, text: str, most: int, least: int = 1) -> Any:
     return options.count(flag, text, options.PARALLELISM, most=most, least=least, example="1")
 
 
-_ZERO = "Sharded over data ranks: 0 nothing, 1 optimizer, 2 also gradients, 3 also parameters."
+_ZERO = (
+    "Sharded over data ranks: 0 nothing, 1 optimizer, 2 also gradients, 3 also parameters. "
+    "Default: 1, or the highest that the engine has."
+)
 _SP = "Sequence parallelism with tp."
 _REMAT = "Activation checkpointing of blocks: none, selective, full."
 _SCHEDULE = f"Pipeline schedule: {', '.join(SCHEDULES)}."
@@ -45,7 +48,7 @@ def price(
     schedule: Annotated[str | None, options.option("--schedule", "NAME", _SCHEDULE, options.PARALLELISM)] = None,
     ep: Annotated[int, _setting("--ep", "Expert-parallel degree.", MOST_DEVICES)] = 1,
     micro_batch: Annotated[int, _setting("--micro-batch", "Samples of a microbatch per rank.", MOST_SAMPLES)] = 1,
-    zero: Annotated[int, _setting("--zero", _ZERO, 3, 0)] = 1,
+    zero: Annotated[int | None, _setting("--zero", _ZERO, 3, 0)] = None,
     sp: Annotated[bool, options.option("--sp/--no-sp", None, _SP, options.PARALLELISM)] = True,
     remat: Annotated[str, options.option("--remat", "NAME", _REMAT, options.PARALLELISM)] = "none",
     remat_blocks: Annotated[int | None, _setting("--remat-blocks", _REMAT_BLOCKS, MOST_LAYERS, 0)] = None,
@@ -85,7 +88,7 @@ def price(
             schedule=schedule,
             ep=ep,
             micro_batch=micro_batch,
-            zero=zero,
+            zero=runs_it.usual_zero(is_piped=pp > 1) if zero is None else zero,
             sp=sp,
             remat=options.check_choices("--remat", remat, {each.value: each for each in Remat})[0],
             remat_blocks=remat_blocks,

@@ -167,9 +167,9 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
     if reasons := unsupported(plan, job.engine.capabilities):
         raise UserError(
             field="--engine",
-            found=f"{job.engine.name} for {'; '.join(reasons)}",
-            expected="settings that it can run",
-            hint="give another --engine, or other settings",
+            found=f"{job.engine.name} with {'; '.join(reasons)}",
+            expected="settings that this engine can run",
+            hint="change these settings, or give another --engine",
         )
     return plan
 
