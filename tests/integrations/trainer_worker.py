@@ -1,9 +1,13 @@
-"""Worker that trains models by `transformers.Trainer`: in one process, and under plans on every rank."""
+"""Worker that trains models by `transformers.Trainer`: in one process, and under plans on every rank.
+
+``python -m tests.integrations.trainer_worker RESULT.json`` writes what rank 0 found: of plans on two processes, and of
+those on four and their checkpoints.
+"""
 
 import json
 import os
 import signal
-import tempfile
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,15 +28,15 @@ from steelyard.modules.freezing import freeze_model
 from steelyard.plan.plan import Plan
 from tests.runtime.lora_cases import lora_plan
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
-from tests.runtime.processes import fork, one_of_many_cases
+from tests.runtime.processes import fork, one_of_many_cases, run_world
 
-NUM_RANKS, STEPS, SEED = 4, 20, 5
+STEPS, SEED = 8, 5
 LLAMA = CONFIGS["llama"] | {"num_hidden_layers": 2}
-_FOUR = {"num_devices": NUM_RANKS, "num_microbatches": 2, "global_batch": 8, "seq_len": 16}
+_TWO = {"num_devices": 2, "num_microbatches": 2, "global_batch": 8, "seq_len": 16}
+_FOUR = _TWO | {"num_devices": 4}
 PLANS: dict[str, Callable[[], Plan]] = {
     "fsdp": partial(make_plan, LLAMA, "fsdp4, fsdp4 zero2 remat=full, fsdp4 zero1, dp4", **_FOUR),
     "tp+sp": partial(make_plan, LLAMA, "dp2-tp2+sp, fsdp2-tp2+sp, tp4+sp, fsdp2-tp2", **_FOUR),
-    "pp": partial(make_plan, LLAMA, "dp2, fsdp2", "tp2, dp2", **_FOUR),
     "pp, interleaved": partial(
         make_plan,
         LLAMA,
@@ -42,10 +46,12 @@ PLANS: dict[str, Callable[[], Plan]] = {
         schedule="interleaved-1f1b",
     ),
     "cp": partial(make_plan, LLAMA, "cp4, fsdp2-cp2, dp2-cp2, cp4", **_FOUR),
-    "ep": partial(make_plan, FAMILY_CONFIGS["mixtral"], "fsdp4, fsdp4 ep2, dp4 ep2, dp4", **_FOUR),
-    "packed": partial(make_plan, LLAMA, "dp2, fsdp2", "tp2, tp2+sp", **_FOUR),
-    "seq2seq": partial(make_plan, FAMILY_CONFIGS["t5"], "fsdp2, dp2, tp2", "dp2, tp2, tp2, fsdp2", **_FOUR),
-    "lora": partial(lora_plan, "lora:r=4", LLAMA, "fsdp4, dp4, fsdp2-tp2, fsdp4", **_FOUR),
+    "ep": partial(make_plan, FAMILY_CONFIGS["mixtral"], "fsdp2, fsdp2 ep2, dp2 ep2, dp2", **_TWO),
+    "packed": partial(make_plan, LLAMA, "single, single", "single, single", **_TWO),
+    "seq2seq": partial(
+        make_plan, FAMILY_CONFIGS["t5"], "single, single, single", "single, single, single, single", **_TWO
+    ),
+    "lora": partial(lora_plan, "lora:r=4", LLAMA, "fsdp2, dp2, tp2, fsdp2", **_TWO),
 }
 
 
@@ -85,11 +91,11 @@ def arguments(folder: Path, **given: Any) -> TrainingArguments:
             "max_steps": STEPS,
             "learning_rate": 1e-2,
             "weight_decay": 0.1,
-            "warmup_steps": 3,
+            "warmup_steps": 2,
             "lr_scheduler_type": "cosine",
             "logging_steps": 1,
             "eval_strategy": "steps",
-            "eval_steps": 5,
+            "eval_steps": 4,
             "save_strategy": "no",
             "use_cpu": True,
             "report_to": "none",
@@ -155,16 +161,6 @@ def write_references(path: Path) -> None:
     path.write_text(json.dumps(found))
 
 
-REFERENCES = Path(tempfile.gettempdir()) / f"trainer-{os.getpid()}" / "references.json"
-
-
-def before_ranks() -> None:
-    """Train alone in a separate process, because Accelerate keeps what it found of processes."""
-    REFERENCES.parent.mkdir(exist_ok=True)
-    if os.waitpid(fork(write_references, REFERENCES), 0)[1]:
-        raise SystemExit("plain Trainer failed")
-
-
 @contextmanager
 def as_by_torchrun() -> Iterator[None]:
     """Environment that torchrun gives a process, by which Accelerate finds that there are others."""
@@ -182,26 +178,34 @@ def train_planned(name: str, folder: Path, *, resume: Path | None = None, **give
     return trainer
 
 
-def run() -> dict[str, Any]:
-    folder = REFERENCES.parent
-    found: dict[str, Any] = {"alone": json.loads(REFERENCES.read_text()), "planned": {}}
+def run_rank(rank: int, num_ranks: int, folder: Path) -> None:
+    """Train under the plans of so many ranks."""
+    found: dict[str, Any] = {"planned": {}}
     with as_by_torchrun():
-        for name in PLANS:
+        for name in (name for name, make in PLANS.items() if make().num_devices == num_ranks):
             with one_of_many_cases():
                 found["planned"][name] = history_of(train_planned(name, folder / "out"))
-        found.update(run_checkpoints(folder))
-    return found
+        found.update(run_checkpoints(folder) if num_ranks == 4 else run_adapters(folder))
+    if rank == 0:
+        (folder / f"found-{num_ranks}.json").write_text(json.dumps(found))
+
+
+def run_adapters(folder: Path) -> dict[str, Any]:
+    """Files of adapters, and refusals of data and models that a plan has no place for."""
+    adapters = train_planned("lora", folder / "adapters", max_steps=1, eval_strategy="no")
+    adapters.save_model(str(folder / "adapters"))
+    return {"adapters": sorted(each.name for each in (folder / "adapters").iterdir()), "refused": refusals(folder)}
 
 
 def run_checkpoints(folder: Path) -> dict[str, Any]:
     """Resume checkpoints under other plans, and read and write weights."""
-    saving = {"save_strategy": "steps", "save_steps": 5, "save_total_limit": 1}
+    saving = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     first = train_planned("tp+sp", folder / "saved", **saving, **best)
     found: dict[str, Any] = {"best": first.evaluate()["eval_loss"], "best step": first.state.best_global_step}
     found["folder"] = sorted(each.name for each in (folder / "saved").iterdir())
-    found["checkpoint"] = sorted(each.name for each in (folder / "saved" / "checkpoint-5").iterdir())
-    second = train_planned("pp, interleaved", folder / "resumed", resume=folder / "saved" / "checkpoint-5")
+    found["checkpoint"] = sorted(each.name for each in (folder / "saved" / "checkpoint-4").iterdir())
+    second = train_planned("pp, interleaved", folder / "resumed", resume=folder / "saved" / "checkpoint-4")
     found["resumed"] = second.state.log_history
     found["elsewhere"] = [name for name, each in second.model.named_parameters() if each.is_meta]
     second.save_model(str(folder / "exported"))
@@ -214,16 +218,13 @@ def run_checkpoints(folder: Path) -> dict[str, Any]:
     plan = PLANS["fsdp"]()
     third = PlanTrainer(folder / "exported", arguments(folder / "third"), plan=plan, **data(256))
     found["loss of what was read"] = third.evaluate(Subset(Sentences(13, 256), range(8)))["eval_loss"]
-    adapters = train_planned("lora", folder / "adapters", max_steps=1, eval_strategy="no")
-    adapters.save_model(str(folder / "adapters"))
-    found["adapters"] = sorted(each.name for each in (folder / "adapters").iterdir())
     found["stopped"] = stopped(folder)
-    found["refused"] = refusals(folder)
+    found["damaged"] = damaged(folder)
     return found
 
 
 def forward(folder: Path) -> None:
-    plan = PLANS["pp"]()
+    plan = PLANS["packed"]()
     PlanTrainer(whole_model(plan), arguments(folder / "never"), plan=plan, **data(256)).model_wrapped(None)
 
 
@@ -255,24 +256,59 @@ def stopped(folder: Path) -> list[Any]:
     return [trainer.state.global_step, *(each.name for each in (folder / "stopped").glob("*/step-*"))]
 
 
+def damaged(folder: Path) -> dict[str, str]:
+    """Messages for checkpoints of another model, and damaged ones."""
+    checkpoint = folder / "saved" / "checkpoint-4"
+    other = partial(make_plan, LLAMA | {"intermediate_size": 64}, "fsdp4, fsdp4, fsdp4, fsdp4", **_FOUR)
+    with mock.patch.dict(PLANS, {"other": other}):
+        return messages(
+            {
+                "another model": partial(train_planned, "other", folder / "never", resume=checkpoint),
+                "damaged": partial(resume_damaged, folder, checkpoint),
+            }
+        )
+
+
 def refusals(folder: Path) -> dict[str, str]:
-    """Messages for damaged checkpoints, and for data that the plan cannot train on."""
-    found = {}
-    checkpoint = folder / "saved" / "checkpoint-5"
+    """Messages for what a plan has no place for."""
     plan = PLANS["ep"]()
     with_loss = whole_model(plan)
     with_loss.config.output_router_logits = True
     given = {"args": arguments(folder / "never"), "plan": plan, **data(64)}
-    for name, work in {
-        "routers": partial(PlanTrainer, with_loss, **given),
-        "own loss": partial(PlanTrainer, None, compute_loss_func=print, **given),
-        "no arguments": partial(PlanTrainer, None, plan=plan),
-        "no forward": partial(forward, folder),
-        "another model": partial(train_planned, "ep", folder / "never", resume=checkpoint),
-        "damaged": partial(resume_damaged, folder, checkpoint),
-    }.items():
+    return messages(
+        {
+            "routers": partial(PlanTrainer, with_loss, **given),
+            "own loss": partial(PlanTrainer, None, compute_loss_func=print, **given),
+            "no arguments": partial(PlanTrainer, None, plan=plan),
+            "no forward": partial(forward, folder),
+        }
+    )
+
+
+def messages(works: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """The message of each user's error."""
+    found = {}
+    for name, work in works.items():
         try:
             work()
         except UserError as error:
             found[name] = str(error)
     return found
+
+
+def main(result: Path) -> None:
+    folder = result.parent
+    references = folder / "references.json"
+    if os.waitpid(fork(write_references, references), 0)[1]:  # because Accelerate keeps what it found of processes
+        raise SystemExit("plain Trainer failed")
+    found: dict[str, Any] = {"alone": json.loads(references.read_text()), "planned": {}}
+    for num_ranks in (2, 4):
+        run_world(num_ranks, partial(run_rank, num_ranks=num_ranks, folder=folder))
+        of_ranks = json.loads((folder / f"found-{num_ranks}.json").read_text())
+        found["planned"] |= of_ranks.pop("planned")
+        found |= of_ranks
+    result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
