@@ -1,20 +1,25 @@
-"""Plans in fp16 on 4 processes, covering every mode of every dimension."""
+"""Plans in fp16: on 4 processes in every mode of every dimension, on 2 what does not depend on the mode."""
 
 from functools import partial
+from typing import Any
 
 from tests.runtime.cases import Case
 from tests.runtime.ep_cases import CONFIGS
-from tests.runtime.models import make_plan
+from tests.runtime.models import FAMILY_CONFIGS, make_plan
+
+LLAMA = FAMILY_CONFIGS["llama"] | {"num_hidden_layers": 3}
 
 
-def _case(config: str, *stages: str, num_microbatches: int = 2, **changes: int | str) -> Case:
+def _case(
+    config: str | dict[str, Any], *stages: str, num_microbatches: int = 2, num_devices: int = 4, **changes: int | str
+) -> Case:
     make = partial(
         make_plan,
-        CONFIGS.get(config, config),
+        CONFIGS.get(config, config) if isinstance(config, str) else config,
         *stages,
         num_microbatches=num_microbatches,
         global_batch=4 * num_microbatches,
-        num_devices=4,
+        num_devices=num_devices,
         seq_len=16,
         precision="fp16",
         **changes,
@@ -40,5 +45,7 @@ CASES: dict[str, Case] = {
 }
 SCALED = (EVERY_MODE, "two stages, tied", EXPERTS)
 """Trained with a scale and without: chunks of a rank are scaled as stages are."""
-OTHER_PLAN = _case("llama", "tp2, " * 3 + "fsdp2", "fsdp2 zero1, " * 3 + "dp2", num_microbatches=2)
+SHORT = _case(LLAMA, "fsdp2, fsdp2 zero1, tp2+sp, cp2, dp2", num_devices=2)
+"""A plan for what does not depend on the mode."""
+OTHER_PLAN = _case(LLAMA, "single, single", "single, single, single", num_devices=2)
 """Another plan of the same model and batch."""

@@ -34,19 +34,24 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
-STEPS, BATCH, SEQ_LEN, LR = 6, 8, 16, 1e-2
+STEPS, BATCH, SEQ_LEN, LR = 4, 8, 16, 1e-2
 STAGES = ("fsdp2, dp2, tp2", "dp2, tp2, tp2 remat=full, fsdp2")
 """Stages of a model with two blocks in its encoder and two in its decoder, cut before the decoder."""
 RUN = TrainOptions(
-    steps=STEPS, lr=LR, warmup_steps=0, schedule="constant", weight_decay=0.0, betas="0.8,0.9", eval_every=3
+    steps=STEPS, lr=LR, warmup_steps=0, schedule="constant", weight_decay=0.0, betas="0.8,0.9", eval_every=2
 )
 
 
 ENCODER_DECODERS = {"t5": FAMILY_CONFIGS["t5"] | {"vocab_size": 128}, "bart": split_config("bart")}
 
 
-def _plan(*stages: str, num_microbatches: int = 2) -> Plan:
-    sizes = {"num_devices": 4, "global_batch": BATCH, "num_microbatches": num_microbatches, "seq_len": SEQ_LEN}
+def _plan(*stages: str, num_devices: int = 2, num_microbatches: int = 2) -> Plan:
+    sizes = {
+        "num_devices": num_devices,
+        "global_batch": BATCH,
+        "num_microbatches": num_microbatches,
+        "seq_len": SEQ_LEN,
+    }
     return make_plan(CONFIGS["llama-tied"], *stages, **sizes)
 
 
@@ -97,29 +102,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     init = replace(RUN, sft=True, init=folder / "model", dataset=(f"{folder}/talks.parquet",))
     pairs = replace(init, dataset=(f"{folder}/pairs.jsonl@train[:32]",), metrics=folder / "pairs.metrics")
     pairs = replace(pairs, eval_data=Path(f"{folder}/pairs.jsonl@train[32:]"))
-    saved = replace(pairs, checkpoint_dir=folder / "saved", checkpoint_every=3, metrics=None)
+    saved = replace(pairs, checkpoint_dir=folder / "saved", checkpoint_every=2, metrics=None)
     mixture = (f"{folder}/pairs.jsonl:3", f"{folder}/talks.parquet:1")
     for name, config in ENCODER_DECODERS.items():
         _write_encoder_decoder(folder / name, config)
-    sharded = _plan("fsdp4, fsdp2-tp2+sp, dp2-tp2, fsdp4")
-    pipeline = _plan("dp2, fsdp2", "tp2, dp2", num_microbatches=4)
+    sharded = _plan("fsdp2, tp2+sp, dp2, fsdp2")
+    pipeline = _plan("single, single", "single, single", num_microbatches=4)
+    of_four = _plan("dp2, fsdp2", "tp2, dp2", num_devices=4, num_microbatches=4)
     mixed = replace(init, dataset=mixture, steps=2)
     packed = replace(pairs, packing="bfd", dataset=(f"{folder}/pairs.jsonl",), metrics=folder / "packed.metrics")
     texts = replace(init, sft=False, packing="bfd_split", text_key="prompt", dataset=packed.dataset)
-    sizes = {"num_devices": 4, "global_batch": BATCH, "num_microbatches": 2, "seq_len": SEQ_LEN}
+    sizes = {"global_batch": BATCH, "num_microbatches": 2, "seq_len": SEQ_LEN}
     encoder_decoders = {
         f"{name}, {stages[0]}": (
-            make_plan(config, *stages, **sizes, split=SPLITS.get(name)),
+            make_plan(config, *stages, num_devices=num_devices, **sizes, split=SPLITS.get(name)),
             replace(pairs, init=folder / name, metrics=folder / f"{name}.metrics", eval_data=None),
         )
-        for name, config, stages in (
-            ("t5", ENCODER_DECODERS["t5"], STAGES),
-            ("t5", ENCODER_DECODERS["t5"], ("fsdp4, tp2-fsdp2, dp4 remat=full, fsdp2-tp2, tp4, fsdp4, dp2-tp2",)),
-            ("bart", ENCODER_DECODERS["bart"], STAGES),
+        for name, config, num_devices, stages in (
+            ("t5", ENCODER_DECODERS["t5"], 2, ("fsdp2, tp2, dp2 remat=full, tp2, tp2, fsdp2, dp2",)),
+            ("bart", ENCODER_DECODERS["bart"], 4, STAGES),
         )
     }
     for plan, options in (
-        *((pipeline, each) for each in (pairs, init, mixed, packed, texts)),
+        *((of_four, each) for each in (pairs, init, mixed, packed, texts)),
         *encoder_decoders.values(),
     ):  # as the launcher does
         for rows in (options.source(None), options.eval_source):
@@ -128,12 +133,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder,
         [
             ("pairs", sharded, pairs),
-            ("begun", sharded, replace(saved, steps=3)),
-            ("gone on", pipeline, replace(saved, allow_change="steps")),
+            ("begun", sharded, replace(saved, steps=2)),
+            ("gone on", of_four, replace(saved, allow_change="steps")),
             ("talks", pipeline, init),
             ("mixture", sharded, mixed),
             ("packed", sharded, packed),
-            ("packed, in stages", pipeline, replace(packed, eval_data=None, metrics=None)),
+            ("packed, in stages", of_four, replace(packed, eval_data=None, metrics=None)),
             ("texts", pipeline, texts),
             *((name, *run) for name, run in encoder_decoders.items()),
         ],
@@ -230,8 +235,8 @@ def test_losses_of_prompts_with_completions_are_those_of_plain_pytorch(
 def test_rows_that_are_held_out_are_all_evaluated(folder: Path, pairs: tuple[list[float], float]) -> None:
     lines = [json.loads(line) for line in (folder / "pairs.metrics").read_text().splitlines()]
     evaluated = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
-    assert list(evaluated) == [3, 6]
-    assert evaluated[6] == pytest.approx(pairs[1], rel=2e-5)
+    assert list(evaluated) == [2, 4]
+    assert evaluated[4] == pytest.approx(pairs[1], rel=2e-5)
 
 
 def test_a_run_on_rows_goes_on_by_itself_under_another_plan(folder: Path, pairs: tuple[list[float], float]) -> None:
@@ -255,10 +260,9 @@ def test_packed_rows_train_as_if_each_had_a_sample_of_its_own(folder: Path) -> N
     packed = pack(np.array([len(tokens) for tokens, _ in rows]), SEQ_LEN)
     losses, norms, held_out = _trained(folder / "model", [[rows[row] for row in of] for of in packed], rows[-5:])
     assert max(map(len, packed)) > 2
-    for name in ("packed", "packed, in stages"):  # rounding of the first steps grows in AdamW to 3e-5 in the last
-        assert _losses(folder, name)[:4] == pytest.approx(losses[:4], rel=2e-6)
-        assert _losses(folder, name) == pytest.approx(losses, rel=1e-4)
-    assert _norms(folder / "packed.metrics")[:4] == pytest.approx(norms[:4], rel=2e-5)
+    for name in ("packed", "packed, in stages"):
+        assert _losses(folder, name) == pytest.approx(losses, rel=2e-6)
+    assert _norms(folder / "packed.metrics") == pytest.approx(norms, rel=2e-5)
     last = json.loads((folder / "packed.metrics").read_text().splitlines()[-1])
     assert last["eval_loss"] == pytest.approx(held_out, rel=2e-5)
 
@@ -281,7 +285,7 @@ def test_pairs_of_an_encoder_decoder_model_train_as_in_one_process(folder: Path,
     losses, norms, _ = _trained(folder / name, [[row] for row in zip(sources, targets, strict=True)])
     runs = [run for run in json.loads((folder / "losses.json").read_text()) if run.startswith(f"{name},")]
     runs = [run for run in runs if not run.endswith("imbalance")]
-    assert len(runs) == (2 if name == "t5" else 1)
+    assert len(runs) == 1
     for run in runs:
         assert _losses(folder, run) == pytest.approx(losses, rel=2e-5)
     assert _norms(folder / f"{name}.metrics") == pytest.approx(norms, rel=1e-4)
