@@ -18,7 +18,7 @@ from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning import complete as complete_requests
 from steelyard.planning.choose import plan_job
-from steelyard.planning.price import assemble_plan
+from steelyard.planning.price import assemble_plan, peak_bytes, uniform_plan, with_price
 from steelyard.planning.problem import make_tables
 from steelyard.planning.variants import Study, baselines
 from tests.cost.examples import cluster, job
@@ -45,6 +45,12 @@ def every_plan(of: Job, texts: tuple[str, ...]) -> Iterator[Plan]:
                 )
                 stage = StagePart(ranks=(0, 7), runs=fold_runs(0, layers))
                 yield assemble_plan(of, pipeline(1, count), (stage,))
+
+
+def test_a_plan_of_one_strategy_has_the_microbatches_of_least_memory() -> None:
+    of = job(cluster(1, 8))
+    plans = [with_price(plan, of) for plan in every_plan(of, ("dp8",)) if plan.strategies[1].remat is Remat.NONE]
+    assert peak_bytes(uniform_plan(of, "dp8")) == min(map(peak_bytes, plans)) < max(map(peak_bytes, plans))
 
 
 def compared(of: Job, decisions: Decisions = FREE) -> tuple[Prediction, list[ComparedBaseline]]:
