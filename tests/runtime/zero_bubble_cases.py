@@ -85,5 +85,9 @@ CASES: dict[str, Case] = {
         num_devices=8,
     ),
 }
-NIGHTLY = {"four stages of two ranks", "zb-v: four stages of two ranks", "stages of four ranks, hybrid", "four stages"}
-"""Cases on 8 processes, and four stages, which stay in an order of their own."""
+NIGHTLY = {
+    *("four stages of two ranks", "zb-v: four stages of two ranks", "stages of four ranks, hybrid"),
+    *("four stages", "every mode, in an order of its own", "zb-v: experts, sharded", "dualpipe-v: four stages"),
+}
+"""Cases on 8 processes; four stages, which stay in an order of their own and in one V, as every mode stays in both;
+experts, which wait in one V as in chunks that go round."""
