@@ -394,3 +394,23 @@ def test_a_fallback_does_not_claim_the_days_of_its_plan():
     own = {name: getattr(plan, name) for name in ("num_microbatches", "schedule", "stages")}
     with_fallback = plan.with_training(10**9).model_copy(update={"fallbacks": (Fallback(**own),)})
     assert with_fallback.fallback_plan(0).training is None
+
+
+def test_a_rule_that_every_stage_repeats_counts_as_one_group_of_layers() -> None:
+    def groups(*stages: str) -> int:
+        """Groups of six layers; a letter is a layer, and equal letters have equal strategies."""
+        found, first = [], 0
+        for place, letters in enumerate(stages):
+            runs = []
+            for letter in letters:
+                remat = {"f": "full", "s": "selective", "n": "none"}[letter]
+                runs.append({"layers": [first, first], "parallel": "dp2", "remat": remat})
+                first += 1
+            found.append({"ranks": [2 * place, 2 * place + 1], "runs": runs})
+        devices = 2 * len(stages)
+        return read({**CONTENT, "cluster": f"1x{devices}xcpu", "stages": found, "prediction": None}).num_groups
+
+    assert groups("nnnnnn") == groups("nnn", "nnn") == groups("nn", "nn", "nn") == 1
+    assert groups("ffn", "ffn") == groups("fn", "fn", "fn") == 2
+    assert groups("ffn", "nnn") == 2
+    assert groups("nff", "nnn") == groups("nfn", "nnn") == groups("fn", "sn", "nn") - 1 == 3

@@ -14,7 +14,7 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning.price import peak_bytes
 from steelyard.planning.request import check_precision, make_request
-from steelyard.planning.settings import Settings, price_settings
+from steelyard.planning.settings import Settings, price_settings, usual_zero
 from steelyard.schedules import SCHEDULES
 from steelyard.units import format_bytes, format_seconds, format_tera
 
@@ -88,7 +88,7 @@ def price(
             schedule=schedule,
             ep=ep,
             micro_batch=micro_batch,
-            zero=runs_it.usual_zero(is_piped=pp > 1) if zero is None else zero,
+            zero=usual_zero(runs_it, is_piped=pp > 1) if zero is None else zero,
             sp=sp,
             remat=options.check_choices("--remat", remat, {each.value: each for each in Remat})[0],
             remat_blocks=remat_blocks,

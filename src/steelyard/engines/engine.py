@@ -16,7 +16,6 @@ from steelyard.engines.writing import Target
 from steelyard.errors import UserError, nearest
 from steelyard.levers import Lever, Levers
 from steelyard.model.chain import ModelChain
-from steelyard.plan.dimensions.fsdp import ZERO
 from steelyard.plan.strategy import Remat
 from steelyard.precision import Precision
 
@@ -144,12 +143,6 @@ class Engine:
 
     levers: Mapping[str, Taken] = field(default_factory=dict)
     """Supported levers by name; an engine that ``mixes_layers`` runs all others as our runtime does."""
-
-    def usual_zero(self, *, is_piped: bool) -> int:
-        """Return the ZeRO stage of settings that do not give one: 1, or else the highest that the engine has."""
-        allowed = self.capabilities.allowed(ZERO, is_piped=is_piped)
-        has_1 = self.capabilities.mixes_layers or self.execution.keeps_own_buffers or 1 in allowed
-        return 1 if has_1 else max(int(value) for value in allowed)
 
     def lever_refusal(self, lever: Lever) -> str | None:
         """Return why the engine does not run this value of a lever, in words that follow its name; None if it does."""

@@ -23,7 +23,14 @@ from steelyard.precision import Precision
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig, Schedule, find_schedule
 from steelyard.units import format_bytes, format_seconds
 
-__all__ = ["Settings", "plan_of_file", "plan_of_settings", "price_settings"]
+__all__ = ["Settings", "plan_of_file", "plan_of_settings", "price_settings", "usual_zero"]
+
+
+def usual_zero(engine: Engine, *, is_piped: bool) -> int:
+    """Return the ZeRO stage of settings that do not give one: 1, or else the highest that the engine has."""
+    allowed = engine.capabilities.allowed(ZERO, is_piped=is_piped)
+    has_1 = engine.capabilities.mixes_layers or engine.execution.keeps_own_buffers or 1 in allowed
+    return 1 if has_1 else max(int(value) for value in allowed)
 
 
 def price_settings(request: PlanRequest, engine: Engine, precision: Precision, settings: Settings) -> tuple[Plan, Job]:

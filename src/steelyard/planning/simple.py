@@ -16,9 +16,10 @@ fraction:
 | leading runs | one sharding, any; the first of a stage recompute more        | as the blocks, not recomputed     |
 | free remat   | one sharding of the fastest plan's blocks; each its own remat | as the blocks, or as in that plan |
 
-Each pipeline configuration contributes the fastest plan of the family. The plan with the fewest groups wins (runs of
-neighbouring layers of one strategy, summed over the stages), and among those the one with the fewest shardings. Equally
-simple plans that differ by less than `TIE` are ranked by the memory that they leave free.
+Each pipeline configuration contributes the fastest plan of the family. The plan with the fewest groups wins
+(`Plan.num_groups`: a rule that holds for every stage counts once), and among those the one with the fewest shardings,
+then with the fewest parts of a pipeline. Equally simple plans that differ by less than `TIE` are ranked by the memory
+that they leave free.
 """
 
 from collections import Counter
@@ -155,9 +156,10 @@ def _of_one_sharding(tables: CostTables, plan: Plan, sharding: Strategy) -> Cost
     return replace(tables, legal=tables.legal & kept)
 
 
-def _mixture(plan: Plan) -> tuple[int, int]:
-    """Count the groups of layers and the shardings of a plan, a measure of its distance from one strategy for all."""
-    return plan.num_groups, len({strategy.without_remat() for strategy in plan.strategies})
+def _mixture(plan: Plan) -> tuple[int, int, int]:
+    """Count the groups of layers, the shardings and the parts of the pipeline of a plan, a measure of its distance from
+    one strategy for all layers."""
+    return plan.num_groups, len({strategy.without_remat() for strategy in plan.strategies}), len(plan.parts)
 
 
 def _in_place_of(
