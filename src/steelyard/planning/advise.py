@@ -36,8 +36,8 @@ _NO_LIMIT = 2**50
 def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lambda _: None) -> Found:
     """Return the needs of the request itself, and the effect of each change of levers.
 
-    Levers that take long to try come last, and are left out if advice was not ``asked`` for. Pairs combine the best
-    change of each lever that saves memory.
+    Levers that take long to try come last, none of them after half of the time, and are left out if advice was not
+    ``asked`` for. Pairs combine the best change of each lever that saves memory.
     """
     limited = replace(request, time_limit_s=LIMIT_S)
     progress("the job as asked")
@@ -52,7 +52,8 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
     singles = list(single_changes(request, asked=asked))
     for number, texts in enumerate(singles, start=1):
         progress(f"{number} of {len(singles)} changes, {as_options(texts)}")
-        if time.process_time() > deadline:
+        takes_long = LEVERS[next(iter(texts))].takes_long
+        if time.process_time() > deadline - takes_long * TOTAL_S / 2:
             untried.append(as_options(texts))
             continue
         each = _try(limited, texts, own, free.step_s)
