@@ -7,7 +7,7 @@ by as many processes as it has ranks. ``prediction`` is absent in a plan written
 from bisect import bisect_right
 from collections.abc import Iterator
 from importlib import import_module
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, groupby
 from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
@@ -273,7 +273,7 @@ class Plan(FilePart):
         A stage or chunk that repeats the strategies of the one before it, with any numbers of layers, adds none.
         """
         orders = groupby(tuple(run.strategy for run in part.runs) for part in self.parts)
-        return len(list(groupby(chain.from_iterable(order for order, _ in orders))))
+        return len(list(groupby(strategy for order, _ in orders for strategy in order)))
 
     @property
     def num_stages(self) -> int:
