@@ -122,7 +122,7 @@ def test_settings_cut_the_blocks_evenly() -> None:
         ("megatron", Settings(zero=3), "Megatron-FSDP"),
         ("megatron", Settings(zero=0), "has these states sharded"),
         ("accelerate", Settings(pp=2, zero=3), "a pipeline"),
-        ("torchtitan", Settings(cp=2, tp=4), "torchtitan for zero 1"),
+        ("torchtitan", Settings(cp=2, tp=4), "torchtitan with zero 1"),
     ],
 )
 def test_settings_that_cannot_be_say_why(engine: str, settings: Settings, words: str) -> None:
