@@ -8,12 +8,14 @@ from typing import Any, ClassVar, Self
 
 import pytest
 import typer
+from torch import Tensor
 from typer.testing import CliRunner
 
 from steelyard.cli import plan as plan_command
 from steelyard.cli.options import with_levers
 from steelyard.cost.compute import optimizer_s, products_s
-from steelyard.cost.job import DeviceGroup, Job
+from steelyard.cost.job import DeviceGroup, Job, JobConfig
+from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_load import hidden_matrices
 from steelyard.cost.predict import predict_memory
 from steelyard.errors import InvalidPlanError, UserError
@@ -238,9 +240,9 @@ def test_no_optimizer_keeps_more_than_adamw_of_the_smallest_layers() -> None:
     assert max(kept.values()) == kept["adamw"]
 
 
-def traced_job(plan: Plan, word: str) -> Job:
+def traced_job(plan: Plan, word: str, devices: str = "1x2xcpu") -> Job:
     profile = cached_trace(plan.chain(), seq_len=plan.seq_len, precision=plan.precision, degrees=(1, 2))
-    cluster = parse_cluster("1x2xcpu").with_memory(GIB)
+    cluster = parse_cluster(devices).with_memory(GIB)
     return Job(
         chain=plan.chain(),
         groups=(DeviceGroup(profile=profile, cluster=cluster, budget_bytes=GIB),),
@@ -251,6 +253,7 @@ def traced_job(plan: Plan, word: str) -> Job:
     )
 
 
+NUM_DRY_STEPS = 2
 MOST = 1.15
 """Maximum ratio of predicted and found bytes; the allowance per layer is a tenth of the states of such small layers."""
 LARGER = CONFIG | {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 2000}
@@ -287,6 +290,31 @@ def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str, wor
         peak = max((found.first_step, found.later_steps), key=lambda each: each.total_bytes)
         assert 1.0 <= sum(terms.values()) / peak.total_bytes <= MOST, f"stage {stage}: {terms}, found {peak}"
         assert terms.get("optimizer", 0) >= found.later_steps.terms.get("optimizer", 0)
+
+
+@pytest.mark.parametrize("name", ["dp2", "fsdp2"])
+def test_ranks_of_data_parallelism_share_the_matrices_of_muon_as_priced(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levers, done = chosen("muon"), 0.0
+    matrices = levers.effects.matrices
+    assert matrices is not None
+
+    def orthogonalized(matrix: Tensor, *_: object) -> Tensor:
+        nonlocal done
+        done += matrices.flop_of(*sorted(matrix.shape))
+        return matrix
+
+    monkeypatch.setattr("steelyard.modules.levers.optimizer._zeropower_via_newtonschulz", orthogonalized)
+    plan = make_plan(
+        LARGER, ", ".join([name] * 6), num_devices=2, num_microbatches=1, global_batch=2, levers=levers.texts
+    )
+    dry_run(plan, 0, backend="gloo")
+    monkeypatch.setattr("steelyard.cost.layer.products_s", lambda flop, *_: flop)  # at 1 FLOP/s, all else takes no time
+    config = JobConfig(job=traced_job(plan, "muon", "1x2xa100-80gb"), pipeline=plan.pipeline)
+    pairs = zip(map(config.job.chain.type_of, range(6)), plan.strategies, strict=True)
+    priced = sum(layer_cost(*each, config).once_s["optimizer"] for each in pairs)
+    assert priced == pytest.approx(done / NUM_DRY_STEPS)
 
 
 # a lever of a test: one class and one entry

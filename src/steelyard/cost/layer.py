@@ -53,7 +53,17 @@ from steelyard.cost.layer_memory import working_bytes
 from steelyard.engines.execution import Execution
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.dimensions import Dimension
-from steelyard.plan.dimensions.dimension import Divides, Levels, Load, Phase, States, Traffic, shard_levels
+from steelyard.plan.dimensions.dimension import (
+    Divides,
+    Levels,
+    Load,
+    Phase,
+    States,
+    Traffic,
+    degree_of,
+    replica_levels,
+    shard_levels,
+)
 from steelyard.plan.stages import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Collective, LayerProfile, Work
@@ -444,19 +454,21 @@ def _update_s(
 ) -> float:
     """Seconds to update ``stepped`` parameters of a layer, with its hidden matrices updated as a lever defines.
 
-    Each matrix that is sharded over ranks is gathered and updated on one of them, which sends it to the others.
+    Ranks that shard or replicate a matrix update it on one of them, which sends it to the others; shards are gathered
+    first.
     """
     job, update = config.job, config.job.effects.matrices
     if update is None:
         return optimizer_s(stepped, job)
     in_matrices = matrix_params(layer_type, layer)
-    group = levels_group(strategy, shard_levels(strategy.levels), config.devices_per_stage)
-    of_rank = in_matrices / group.size
+    shards = shard_levels(strategy.levels)
+    group = levels_group(strategy, shards or replica_levels(strategy.levels), config.devices_per_stage)
+    of_rank = in_matrices / degree_of(shards)
     seconds = optimizer_s(stepped - of_rank, job) + optimizer_s(of_rank, job, update.update_bytes)
     for m, n, count in hidden_matrices(layer_type, layer):
         made_s = products_s(update.flop_of(m, n), update.product_bytes_of(m, n), layer, job)
         gathered_s = job.collective_s("all_gather", update.gathered_bytes * m * n, group)
-        seconds += count * (made_s / group.size + 2 * gathered_s)
+        seconds += count * (made_s / group.size + (2 if shards else 1) * gathered_s)
     return seconds
 
 

@@ -24,11 +24,11 @@ a matrix of $m \times n$, $m \le n$, is five Newton-Schulz iterations of three p
 
 $$5 (2 m^2 n + 2 m^3 + 2 m^2 n) = 20 m^2 n + 10 m^3 \text{ FLOP}$$
 
-with $8 m n + 4 m^2$ bytes at a time: the update in fp32, $X$ and the new one in bf16, $A$ and $B$. Every rank of dp
-computes all of it. A part of a matrix has other singular vectors than the whole. Under fsdp, where each rank has a part
-of the momentum, updates are therefore gathered in bf16, and each is made orthogonal on one of the ranks, which sends it
-to the others; nothing overlaps with that. tp and ep are refused. Advice does not try muon: 8-bit moments save more,
-also if sharded, and its time depends on shapes of matrices, which packaged traces leave out, so that the model is
+with $8 m n + 4 m^2$ bytes at a time: the update in fp32, $X$ and the new one in bf16, $A$ and $B$. Each matrix is made
+orthogonal on one of the ranks of dp, or of fsdp if it is sharded, which sends it to the others; nothing overlaps with
+that. A part of a matrix has other singular vectors than the whole, so that under fsdp, where each rank has a part of
+the momentum, updates are gathered in bf16 first. tp and ep are refused. Advice does not try muon: 8-bit moments save
+more, also if sharded, and its time depends on shapes of matrices, which packaged traces leave out, so that the model is
 traced.
 
 A plan counts additional bytes per layer as `LAYER_BYTES`: ten tensors in fp32 that are just too small, or the rows and

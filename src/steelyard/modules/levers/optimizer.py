@@ -105,10 +105,10 @@ class _LocalMuon(LocalUpdates, Muon):
 
 
 class _SharedMuon(_LocalMuon):
-    """Muon on matrices that are sharded, like their momenta, over the ranks of a mesh dim.
+    """Muon on matrices that are sharded over the ranks of a mesh dim, like their momenta, or replicated over them.
 
-    Updates are gathered one after another. Of as many updates as there are ranks, each rank orthogonalizes one and
-    broadcasts it.
+    Updates are gathered one after another, if they are sharded. Of as many updates as there are ranks, each rank
+    orthogonalizes one and broadcasts it.
     """
 
     @torch.no_grad()
