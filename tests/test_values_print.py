@@ -14,7 +14,7 @@ def test_a_plan_prints_its_decision_and_every_run_of_layers() -> None:
     text = str(plan(of, "fsdp2, fsdp2, dp2", "dp2, dp2, dp2", num_microbatches=4))
     assert text.startswith("small on ")
     assert text.splitlines()[1:] == [
-        "micro-batch per rank: 8 samples, 4 gradient accumulation steps",
+        "Plan: 2 stages of 2 devices (1f1b), 4 microbatches of 16 × 32 tokens (8 per rank), bf16",
         "stage 0, ranks 0–1: embedding, block 0: fsdp2",
         "stage 0, ranks 0–1: block 1: dp2",
         "stage 1, ranks 2–3: blocks 2–3, head: dp2",

@@ -18,7 +18,7 @@ from steelyard.modules.freezing import check_frozen, find_freeze
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.request import make_request
-from steelyard.report.plan_table import plan_view
+from steelyard.report.plan_table import answer_view
 from tests.cost.examples import CONFIG, measured_profile
 from tests.jobs import make_job
 from tests.modules.own_models import CASES
@@ -59,7 +59,7 @@ def test_a_plan_keeps_what_is_frozen_as_a_value(plan: Plan, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_a_plan_says_what_is_frozen(plan: Plan) -> None:
     console = Console(width=200, record=True, quiet=False)
-    console.print(plan_view(plan))
+    console.print(answer_view(plan))
     what = "model.embed_tokens and model.layers.0 and model.layers.2.mlp, 82.0 K of 197 K parameters"
     assert f"frozen: {what}" in console.export_text()
 

@@ -7,7 +7,6 @@ import pytest
 from steelyard.cost.job import Job
 from steelyard.errors import UserError
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.plan import headline
 from steelyard.plan.prediction import shortfall
 from steelyard.planning.choose import PlanningResult, plan_job, without_margin
 from steelyard.planning.explain import other_budgets, pricing_notes
@@ -74,8 +73,8 @@ def test_no_margin_is_never_slower(comfortable: PlanningResult) -> None:
 
 def test_the_first_lines_say_what_is_left_free(comfortable: PlanningResult) -> None:
     assert comfortable.plan is not None
-    assert "(5% of 79.1 GiB left free)" in headline(comfortable.plan)
-    assert "left free" not in headline(with_price(comfortable.plan, of(memory="60GiB")))
+    assert "; 5% of 79.1 GiB left free" in str(comfortable.plan)
+    assert "left free" not in str(with_price(comfortable.plan, of(memory="60GiB")))
 
 
 def test_what_fits_without_the_margin_alone_is_taken_with_a_warning(comfortable: PlanningResult) -> None:

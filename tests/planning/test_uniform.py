@@ -13,7 +13,7 @@ from steelyard.model.chain import LayerRole
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Plan
-from steelyard.plan.prediction import ONE_STRATEGY, Prediction, baseline_line
+from steelyard.plan.prediction import ONE_STRATEGY, Prediction, gain_text
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning import complete as complete_requests
@@ -146,9 +146,9 @@ def test_the_first_lines_name_the_best_plain_plan_and_what_is_gained(monkeypatch
     assert prediction is not None
     fitting = [each for each in prediction.baselines if each.step_time_s is not None]
     best = min(fitting, key=lambda each: each.step_time_s)
-    assert best.name in baseline_line(prediction)
+    assert best.name in gain_text(prediction)
     gain = 1 - prediction.step_time_s / best.step_time_s
-    assert f"{gain:.1%} faster" in baseline_line(prediction) or "as fast as" in baseline_line(prediction)
+    assert f"{gain:.1%} faster" in gain_text(prediction) or "as fast as" in gain_text(prediction)
 
 
 def test_a_vocabulary_that_tp_does_not_divide_leaves_plain_plans_with_tp() -> None:

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.plan import Plan, headline
+from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import simplicity_line
 from steelyard.planning import simple
 from steelyard.planning.complete import complete
@@ -45,7 +45,7 @@ def test_a_plan_of_fewer_stages_stands_for_a_deeper_one_that_gains_little(engine
     within = least.prediction.step_time_s * (1 + SIMPLIFY) + 1e-9
     assert deep.prediction.step_time_s <= plan.prediction.step_time_s <= within
     slower = plan.prediction.step_time_s / deep.prediction.step_time_s - 1
-    assert f"{slower:.1%} slower than the fastest plan, of {deep.num_stages} stages" in headline(plan)
+    assert f"{slower:.1%} slower than the fastest plan, of {deep.num_stages} stages" in str(plan)
     assert not plan.prediction.certificate.is_optimal
     proven_s, of_usual_depth_s = (
         each.prediction.step_time_s * (1 - each.prediction.certificate.gap) for each in (plan, least)

@@ -9,7 +9,7 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, Interval
 from steelyard.report.explain_view import explain_view
 from steelyard.report.html import ReportContents, report_page
-from steelyard.report.plan_table import plan_view
+from steelyard.report.plan_table import answer_view
 from tests.report.html.examples import pipelined
 
 
@@ -41,7 +41,7 @@ def without_interval(plan: Plan) -> Plan:
 def test_the_first_lines_of_a_plan_say_where_such_runs_lie() -> None:
     plan = contents().plan
     assert plan.prediction is not None
-    assert str(plan.prediction.interval) in "\n".join(shown(plan_view(plan)).splitlines()[:4])
+    assert str(plan.prediction.interval) in "\n".join(shown(answer_view(plan, lost=5)).splitlines()[:4])
 
 
 def test_explain_and_report_say_the_same_of_the_prediction() -> None:
@@ -53,12 +53,12 @@ def test_explain_and_report_say_the_same_of_the_prediction() -> None:
 
 def test_a_candidate_within_the_error_is_as_good_in_plan_and_report() -> None:
     found = contents()
-    assert "within prediction error: lost" in shown(plan_view(found.plan))
+    assert "within prediction error: lost" in shown(answer_view(found.plan, lost=5))
     assert "within prediction error: lost" in report_page(found)
 
 
 def test_a_candidate_beyond_it_lost() -> None:
-    assert "within prediction error" not in shown(plan_view(contents(slower=0.2).plan))
+    assert "within prediction error" not in shown(answer_view(contents(slower=0.2).plan, lost=5))
 
 
 def test_explain_and_report_name_the_baselines_that_are_as_good() -> None:
@@ -84,7 +84,7 @@ def test_a_plan_that_was_written_without_an_interval_reads_and_shows_none() -> N
     plan = Plan.model_validate_json(dump_json(without_interval(contents().plan)))
     assert plan.prediction is not None
     assert plan.prediction.interval is None
-    assert "9 in 10" not in shown(plan_view(plan))
-    assert "within prediction error" not in shown(plan_view(plan))
-    assert "error unknown: no published runs like this one" in shown(plan_view(plan))
+    assert "9 in 10" not in shown(answer_view(plan, lost=5))
+    assert "within prediction error" not in shown(answer_view(plan, lost=5))
+    assert "error unknown: no published runs like this one" in shown(answer_view(plan, lost=5))
     assert "error unknown: no published runs like this one" in report_page(replace(contents(), plan=plan))

@@ -30,7 +30,7 @@ from steelyard.planning.request import (
     make_request,
     not_with_pools,
 )
-from steelyard.report.plan_table import answer_view, engine_line, plan_view
+from steelyard.report.plan_table import answer_view, engine_line
 from steelyard.report.tables import console
 from steelyard.schedules import SCHEDULES
 from steelyard.search import TIME_LIMIT_S
@@ -164,8 +164,8 @@ def plan(
     if as_json:
         options.print_json(OverEngines(plan=result.plan, engines=others) if engines else result.plan)
     else:
-        shown = plan_view(result.plan, num_alternatives=top, engines=others) if verbose else None
-        console().print(shown or answer_view(result.plan, engines=() if engines else others, file=output))
+        fastest, lost = () if engines else others, top if verbose else None
+        console().print(answer_view(result.plan, engines=fastest, file=output, lost=lost))
         for other in others if engines else ():
             print(engine_line(other))
         _print_next(result.plan, output, ("--builder", model) if own else ())

@@ -28,7 +28,7 @@ from steelyard.plan.prediction import (
     SECONDS_PER_HOUR,
     Prediction,
     Training,
-    baseline_line,
+    gain_text,
     layers_text,
     simplicity_line,
 )
@@ -37,7 +37,7 @@ from steelyard.plan.strategy import Strategy
 from steelyard.precision import LayerPrecision, Precision
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
-from steelyard.units import format_bytes, format_plural, format_seconds
+from steelyard.units import format_bytes, format_plural, format_seconds, format_tera
 
 
 def notebook_html(value: object) -> str:
@@ -474,50 +474,71 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the decision, a line per run of equal layers, and the certificate with the source of the costs."""
+    """Yield the answer with the source of its costs, then a line per run of equal layers."""
+    for label, text in answer_lines(plan, everything=True):
+        yield f"{label}: {text}" if label else text
     chain = plan.chain()
-    yield headline(plan)
     for index, part in enumerate(plan.parts):
         for run in part.runs:
             ranks = f"ranks {part.ranks[0]}–{part.ranks[1]}"
             yield f"stage {part_name(plan, index)}, {ranks}: {layers_text(chain, *run.layers)}: {run.strategy}"
-    if plan.prediction is not None:
-        if plan.prediction.order_line:
-            yield plan.prediction.order_line
-        yield f"{plan.prediction.certificate}; costs {plan.prediction.costs}"
 
 
-def headline(plan: Plan) -> str:
-    """Return the decision with its predicted time and memory, in a few lines."""
-    stages = format_plural(plan.num_stages, "stage") + (f" ({plan.schedule})" if plan.num_stages > 1 else "")
-    if plan.num_chunks > 1:
-        stages += f" of {format_plural(plan.num_chunks, 'chunk')}"
-    microbatches = format_plural(plan.num_microbatches, "microbatch", "microbatches")
-    text = (
-        f"{plan.model.name} on {plan.cluster}: {stages}, {microbatches} of "
-        f"{plan.microbatch_samples} × {plan.seq_len} tokens, {plan.precision}"
-        + ("" if plan.engine is None else f", run by {plan.engine}")
-        + f"\n{accumulation(plan)}"
-    )
+def answer_lines(plan: Plan, *, everything: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield what is decided and predicted in lines, each after its label, which is empty for the first.
+
+    The source of the costs is left out if it is the usual one and not ``everything`` is asked for.
+    """
+    yield "", decision(plan)
+    yield "Plan", pipeline_text(plan)
     prediction = plan.prediction
-    text = "\n".join((text, *change_lines(plan)))
-    if prediction is None:
-        return text
-    compared = baseline_line(prediction)
-    utilisation = f", {prediction.utilisation}" if prediction.utilisation else ""
-    fullest = prediction.fullest
-    taken, budget = prediction.stages[fullest].total_bytes, prediction.stage_budgets()[fullest]
-    return (
-        f"{text}\n{format_seconds(prediction.step_time_s)} per step, "
-        f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{utilisation}, "
-        f"{format_bytes(taken)} of {format_bytes(budget)} per device"
-        + (f" ({prediction.margin_text})" if prediction.margin_text else "")
-        + (f"\n{prediction.host}" if prediction.host else "")
-        + f"\n{prediction.accuracy}"
-        + (f"\n{compared}" if compared else "")
-        + (f"\n{simplicity}" if (simplicity := simplicity_line(plan.num_groups, plan.num_stages, prediction)) else "")
-        + (f"\n{plan.training}" if plan.training else "")
-    )
+    if prediction is not None:
+        fullest, source = prediction.fullest, prediction.profile
+        taken, budget = prediction.stages[fullest].total_bytes, prediction.stage_budgets()[fullest]
+        where = f" (stage {fullest})" if plan.num_stages > 1 else ""
+        free = f"; {prediction.margin_text}" if prediction.margin_text else ""
+        is_assumed = source.rates is not None and source.rates.is_assumed
+        is_unusual = source.is_measured or source.time_factor != 1.0 or is_assumed  # not traced at fitted rates
+        lines = {
+            "Gain": gain_text(prediction),
+            "Memory": f"{format_bytes(taken)} of {format_bytes(budget)} on the fullest device{where}{free}",
+            "Host": str(prediction.host or ""),
+            "Accuracy": prediction.accuracy,
+            "Search": str(prediction.certificate),
+            "Order": prediction.order_line,
+            "Costs": prediction.costs if is_unusual or everything else "",
+            "Groups": simplicity_line(plan.num_groups, plan.num_stages, prediction),
+        }
+        yield from ((label, text) for label, text in lines.items() if text)
+    if plan.training is not None:
+        yield "Training", str(plan.training)
+
+
+def decision(plan: Plan) -> str:
+    """Return the model, the devices, and the speed of the plan."""
+    job = f"{plan.model.name} on {plan.cluster}"
+    if plan.prediction is None:
+        return f"{job}: a plan without a prediction"
+    found = plan.prediction
+    speeds = [f"{found.tokens_per_s_per_device:,.0f} tokens/s"]
+    speeds += [] if found.model_flop_per_s is None else [f"{format_tera(found.model_flop_per_s)} TFLOP/s"]
+    mfu = "" if found.mfu is None else f", MFU {found.mfu:.1%}"
+    return f"{job}: {format_seconds(found.step_time_s)} per step, {' and '.join(speeds)} per device{mfu}"
+
+
+def pipeline_text(plan: Plan) -> str:
+    """Return stages, schedule, microbatches and precision, and changes such as frozen layers and levers."""
+    sizes = sorted(set(plan.stage_sizes))
+    size = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    stages = "no pipeline"
+    if plan.num_stages > 1:
+        chunks = f", {plan.num_chunks} chunks each" if plan.num_chunks > 1 else ""
+        stages = f"{plan.num_stages} stages of {size} devices ({plan.schedule}{chunks})"
+    count = format_plural(plan.num_microbatches, "microbatch", "microbatches")
+    per_rank = " or ".join(map(str, plan.rank_samples))
+    batch = f"{count} of {plan.microbatch_samples} × {plan.seq_len} tokens ({per_rank} per rank)"
+    by = "" if plan.engine is None else f", run by {plan.engine}"
+    return "; ".join((f"{stages}, {batch}, {plan.precision}{by}", *change_lines(plan)))
 
 
 def change_lines(plan: Plan) -> Iterator[str]:
@@ -536,13 +557,6 @@ def change_lines(plan: Plan) -> Iterator[str]:
         yield f"tp {degree} over {size} {name}: every rank holds the weights of all {size} and computes with one"
     if plan.levers:
         yield str(plan.chosen_levers)
-
-
-def accumulation(plan: Plan) -> str:
-    """Return micro-batch size and number of gradient accumulation steps, one per microbatch, in words."""
-    samples = " or ".join(map(str, plan.rank_samples))
-    steps = format_plural(plan.num_microbatches, "gradient accumulation step")
-    return f"micro-batch per rank: {samples} {'sample' if samples == '1' else 'samples'}, {steps}"
 
 
 def part_name(plan: Plan, index: int) -> str:

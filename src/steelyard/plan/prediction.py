@@ -24,7 +24,6 @@ from steelyard.units import (
     format_money,
     format_plural,
     format_seconds,
-    format_tera,
 )
 
 
@@ -402,14 +401,6 @@ class Prediction(FilePart):
         return margin_text(self.budget_bytes, self.margin_bytes)
 
     @property
-    def utilisation(self) -> str:
-        """TFLOP/s of a device and MFU, with the method of counting attention; empty if neither is known."""
-        tera = None if self.model_flop_per_s is None else f"{format_tera(self.model_flop_per_s)} TFLOP/s per device"
-        found = [tera, None if self.mfu is None else f"MFU {self.mfu:.1%}"]
-        counted = f" ({self.mfu_attention} attention)" if self.mfu_attention else ""
-        return ", ".join(filter(None, found)) + counted if any(found) else ""
-
-    @property
     def accuracy(self) -> str:
         """Typical error of the predicted step time, in words."""
         return "error unknown: no published runs like this one" if self.interval is None else str(self.interval)
@@ -462,12 +453,6 @@ ONE_STRATEGY = "one strategy for all layers"
 """The baseline that contains all others: also one recomputation choice for all blocks, and free stage cuts."""
 SAME_SHARE = 5e-4
 """Relative difference below which step times are called the same."""
-
-
-def baseline_line(prediction: Prediction) -> str:
-    """Return the gain over the baseline, and the simple ways to train that have no plan; empty if none was searched."""
-    missing = " and ".join(misfits(prediction.baselines))
-    return "; ".join(filter(None, (gain_text(prediction), missing)))
 
 
 def gain_text(prediction: Prediction) -> str:

@@ -12,15 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from steelyard.plan.choices import ComparedBaseline, Explanation, SlowNode, StrategyVerdict, Verdict, WhyNot
-from steelyard.plan.plan import Plan
-from steelyard.plan.prediction import SAME_SHARE, Prediction, gain_text, layers_text, simplicity_line
+from steelyard.plan.plan import Plan, answer_lines, decision, pipeline_text
+from steelyard.plan.prediction import SAME_SHARE, Prediction, gain_text, layers_text
 from steelyard.report.plan_table import (
     MAX_STAGE_COLUMNS,
     alternative_table,
     as_good_line,
-    decision,
     link_lines,
-    pipeline_text,
     pool_lines,
     reason_lines,
     stage_table,
@@ -111,7 +109,7 @@ def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
         parts.append(_line(f"Stages: {'; '.join(stage_texts(plan))} (all layers: --all)."))
     if prediction is not None:
         parts += [_line(text) for text in prediction_lines(plan, prediction)] + pool_lines(prediction)
-        parts += reason_lines(prediction, len(prediction.reasons))
+        parts += reason_lines(prediction)
     if explanation.rivals:
         parts.append(baseline_table("Best plan under a restriction", explanation.rivals, whole=everything))
         if prediction is not None and (line := as_good_line(prediction, explanation.rivals)):
@@ -208,19 +206,10 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
         f"Memory: {_stage(plan, fullest, 'is the fullest')}{format_bytes(stages[fullest].total_bytes)}: "
         f"{shares(stages[fullest].memory_bytes)}; {spare}"
     )
-    simpler = simplicity_line(plan.num_groups, plan.num_stages, prediction)
-    others = [
-        ("Host memory", prediction.host),
-        ("Training", plan.training),
-        ("Groups", simpler),
-        ("Order", prediction.order_line),
-    ]
+    above = ("", "Plan", "Gain", "Memory")
     return [
         *lines,
-        *(f"{label}: {text}." for label, text in others if text),
-        f"Accuracy: {prediction.accuracy}.",
-        f"Search: {prediction.certificate}.",
-        f"Costs: {prediction.costs}.",
+        *(f"{label}: {text}." for label, text in answer_lines(plan, everything=True) if label not in above),
         *(f"{line}." for line in link_lines(plan, prediction)),
     ]
 

@@ -16,7 +16,7 @@ from steelyard.hardware import Cluster
 from steelyard.model.chain import LayerRole
 from steelyard.output import command
 from steelyard.plan.choices import ComparedBaseline
-from steelyard.plan.plan import Plan, change_lines, headline, part_name
+from steelyard.plan.plan import Plan, answer_lines, part_name
 from steelyard.plan.prediction import (
     SAME_SHARE,
     Alternative,
@@ -24,11 +24,9 @@ from steelyard.plan.prediction import (
     CostSource,
     Prediction,
     against,
-    gain_text,
     layers_text,
     margin_text,
     misfits,
-    simplicity_line,
 )
 from steelyard.report.tables import Paragraph, framed_table, name, number
 from steelyard.units import (
@@ -40,38 +38,12 @@ from steelyard.units import (
     format_plural,
     format_ranges,
     format_seconds,
-    format_tera,
 )
 
 SHOWN_ALTERNATIVES = 5
-SHOWN_REASONS = 6
 SHOWN_ENGINES = 3
 MAX_STAGE_COLUMNS = 4
 """Maximum number of stages shown as columns with every term; more stages are rows with their totals."""
-
-
-def plan_view(
-    plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES, engines: Sequence[ComparedBaseline] = ()
-) -> RenderableType:
-    """Return the whole plan: headline, other engines, strategies, predicted time and memory, plans that lost."""
-    parts: list[RenderableType] = [
-        *(Paragraph(text=line, indent=0, style="bold") for line in headline(plan).splitlines()),
-        *(Paragraph(text=f"Other engines: {line}", indent=0) for line in [fastest_engines(engines)] if line),
-        *warning_lines(plan.prediction),
-        stage_table(plan),
-    ]
-    if plan.prediction is not None:
-        parts += [
-            term_table(plan.prediction) if plan.num_stages <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
-            *pool_lines(plan.prediction),
-            *reason_lines(plan.prediction),
-            _dim(f"{plan.prediction.certificate}; costs {plan.prediction.costs}"),
-            *(_dim(f"not searched: {text}") for text in plan.prediction.not_searched),
-            *map(_dim, link_lines(plan, plan.prediction)),
-        ]
-        if plan.prediction.alternatives and num_alternatives > 0:
-            parts.append(alternative_table(plan.prediction, num_alternatives))
-    return Group(*parts)
 
 
 def _dim(text: str) -> Paragraph:
@@ -90,11 +62,9 @@ def pool_lines(prediction: Prediction) -> list[RenderableType]:
     return lines
 
 
-def reason_lines(prediction: Prediction, shown: int = SHOWN_REASONS) -> list[RenderableType]:
-    """Return the reasons of layers that differ from most blocks, a line for each strategy, at most ``shown``."""
-    lines: list[RenderableType] = [_dim(text[:1].upper() + text[1:]) for text in prediction.reasons[:shown]]
-    more = len(prediction.reasons) - shown
-    return [*lines, *([_dim(f"and {more} more (steelyard explain)")] if more > 0 else [])]
+def reason_lines(prediction: Prediction) -> list[RenderableType]:
+    """Return the reasons of layers that differ from most blocks, a line for each strategy."""
+    return [_dim(text[:1].upper() + text[1:]) for text in prediction.reasons]
 
 
 def warning_lines(prediction: Prediction | None) -> list[RenderableType]:
@@ -290,66 +260,39 @@ SHOWN_CHARACTERS = 190
 """Maximum length of a reason in characters: two lines of a terminal of 100 columns."""
 
 
-def answer_view(plan: Plan, *, engines: Sequence[ComparedBaseline] = (), file: Path | None = None) -> RenderableType:
-    """Return the answer as one renderable; ``file`` is the plan file, which commands in the answer name."""
+def answer_view(
+    plan: Plan, *, engines: Sequence[ComparedBaseline] = (), file: Path | None = None, lost: int | None = None
+) -> RenderableType:
+    """Return the answer as one renderable; ``file`` is the plan file, which commands in the answer name.
+
+    If ``lost`` is given, all reasons and tables follow, with so many plans that lost.
+    """
     prediction = plan.prediction
-    parts: list[RenderableType] = [Paragraph(text=decision(plan), indent=0, style="bold")]
-    parts += warning_lines(prediction)
-    parts.append(Paragraph(label="Plan", text=pipeline_text(plan)))
-    if prediction is not None:
-        parts += _labelled("Gain", gain_text(prediction))
-        fullest = prediction.fullest
-        taken, budget = prediction.stages[fullest].total_bytes, prediction.stage_budgets()[fullest]
-        where = f" (stage {fullest})" if plan.num_stages > 1 else ""
-        free = f"; {prediction.margin_text}" if prediction.margin_text else ""
-        memory = f"{format_bytes(taken)} of {format_bytes(budget)} on the fullest device{where}{free}"
-        parts.append(Paragraph(label="Memory", text=memory))
-        parts += _labelled("Host", "" if prediction.host is None else str(prediction.host))
-        parts.append(Paragraph(label="Accuracy", text=prediction.accuracy))
-        parts.append(Paragraph(label="Search", text=str(prediction.certificate)))
-        parts += _labelled("", prediction.order_line)
-        source = prediction.profile
-        is_assumed = source.rates is not None and source.rates.is_assumed
-        is_unusual = source.is_measured or source.time_factor != 1.0 or is_assumed  # not traced at fitted rates
-        parts += _labelled("Costs", prediction.costs if is_unusual else "")
-        parts += _labelled("", simplicity_line(plan.num_groups, plan.num_stages, prediction))
-    parts += _labelled("Training", "" if plan.training is None else str(plan.training))
+    (_, first), *lines = answer_lines(plan, everything=lost is not None)
+    parts: list[RenderableType] = [Paragraph(text=first, indent=0, style="bold"), *warning_lines(prediction)]
+    parts += [Paragraph(label="" if label in _UNNAMED else label, text=text) for label, text in lines]
     parts += [Paragraph(label="Stages", text="; ".join(stage_texts(plan)))] if plan.num_stages > 1 else []
     parts += pool_lines(prediction) if prediction is not None else []
-    parts += _layers(plan, prediction, file)
-    parts += _labelled("Engines", fastest_engines(engines))
+    parts += _layers(plan, prediction, file, SHOWN_GROUPS if lost is None else plan.num_groups)
+    fastest = fastest_engines(engines)
+    parts += [Paragraph(label="Engines", text=fastest)] if fastest else []
+    parts += [] if lost is None else _tables(plan, prediction, lost)
     return Group(*parts)
 
 
-def _labelled(label: str, text: str) -> list[RenderableType]:
-    return [Paragraph(label=label, text=text)] if text else []
+_UNNAMED = ("Order", "Groups")
+"""Lines that continue the one before in an answer."""
 
 
-def decision(plan: Plan) -> str:
-    """Return the model, the devices, and the speed of the plan."""
-    job = f"{plan.model.name} on {plan.cluster}"
-    if plan.prediction is None:
-        return f"{job}: a plan without a prediction"
-    found = plan.prediction
-    speeds = [f"{found.tokens_per_s_per_device:,.0f} tokens/s"]
-    speeds += [] if found.model_flop_per_s is None else [f"{format_tera(found.model_flop_per_s)} TFLOP/s"]
-    mfu = "" if found.mfu is None else f", MFU {found.mfu:.1%}"
-    return f"{job}: {format_seconds(found.step_time_s)} per step, {' and '.join(speeds)} per device{mfu}"
-
-
-def pipeline_text(plan: Plan) -> str:
-    """Return stages, schedule, microbatches and precision, and changes such as frozen layers and levers."""
-    sizes = sorted(set(plan.stage_sizes))
-    size = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    stages = "no pipeline"
-    if plan.num_stages > 1:
-        chunks = f", {plan.num_chunks} chunks each" if plan.num_chunks > 1 else ""
-        stages = f"{plan.num_stages} stages of {size} devices ({plan.schedule}{chunks})"
-    count = format_plural(plan.num_microbatches, "microbatch", "microbatches")
-    per_rank = " or ".join(map(str, plan.rank_samples))
-    batch = f"{count} of {plan.microbatch_samples} × {plan.seq_len} tokens ({per_rank} per rank)"
-    by = "" if plan.engine is None else f", run by {plan.engine}"
-    return "; ".join((f"{stages}, {batch}, {plan.precision}{by}", *change_lines(plan)))
+def _tables(plan: Plan, prediction: Prediction | None, lost: int) -> Iterator[RenderableType]:
+    """Yield strategies, predicted time and memory, what was not searched, assumed links, and plans that lost."""
+    yield stage_table(plan)
+    if prediction is not None:
+        yield term_table(prediction) if plan.num_stages <= MAX_STAGE_COLUMNS else total_table(prediction)
+        yield from (_dim(f"not searched: {text}") for text in prediction.not_searched)
+        yield from map(_dim, link_lines(plan, prediction))
+        if prediction.alternatives and lost > 0:
+            yield alternative_table(prediction, lost)
 
 
 def stage_texts(plan: Plan) -> Iterator[str]:
@@ -369,17 +312,17 @@ def stage_texts(plan: Plan) -> Iterator[str]:
         yield f"{format_ranges(stages)}: {text}" + (" each" if len(stages) > 1 else "")
 
 
-def _layers(plan: Plan, prediction: Prediction | None, file: Path | None) -> Iterator[RenderableType]:
-    """Yield the strategy of most blocks, then the largest groups that differ, each with its reason."""
+def _layers(plan: Plan, prediction: Prediction | None, file: Path | None, shown: int) -> Iterator[RenderableType]:
+    """Yield the strategy of most blocks, then the ``shown`` largest groups that differ, each with its reason."""
     blocks = [layer for layer in range(len(plan.strategies)) if plan.chain().type_of(layer).role is LayerRole.BLOCK]
     found = [plan.strategies[layer] for layer in blocks]
     usual = max(dict.fromkeys(found), key=found.count)
     count = "all blocks" if found.count(usual) == len(found) else f"{found.count(usual)} of {len(found)} blocks"
     yield Paragraph(label="Layers", text=f"{count}: {usual}")
     reasons = prediction.reasons if prediction is not None else ()
-    for text in reasons[:SHOWN_GROUPS]:
+    for text in reasons[:shown]:
         yield Paragraph(text=_shortened(text))
-    others = len(reasons) - SHOWN_GROUPS
+    others = len(reasons) - shown
     if others > 0:
         yield Paragraph(text=f"and {others} more: {command('explain', file or 'PLAN')}")
 

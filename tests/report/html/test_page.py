@@ -13,7 +13,7 @@ from steelyard.cost.efficiency import catalogue_rates
 from steelyard.cost.predict import predict
 from steelyard.hardware import parse_cluster
 from steelyard.plan.choices import Explanation, PlanStudy
-from steelyard.plan.prediction import ONE_STRATEGY, Baseline, baseline_line, layers_text
+from steelyard.plan.prediction import ONE_STRATEGY, Baseline, gain_text, layers_text
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning.price import with_price
 from steelyard.report.explain_view import explain_view
@@ -26,7 +26,7 @@ from steelyard.report.html.palette import HUES, MEMORY_COLOURS, colours, strateg
 from steelyard.report.html.strategies import describe_strategy
 from steelyard.report.html.timeline import MOST_PASSES, timeline_section
 from steelyard.report.html.trade_off import trade_off_charts
-from steelyard.report.plan_table import gain_sentence, plan_view
+from steelyard.report.plan_table import answer_view, gain_sentence
 from steelyard.units import format_bytes, format_days, format_money, format_seconds
 from tests.cost.examples import cluster, job, plan
 from tests.report.html.examples import HOSTILE, measured, pipelined, single, trade_offs
@@ -146,7 +146,7 @@ def test_assumed_rates_are_said_to_be_assumed_wherever_rates_are_shown(device: s
     facts = dict(_plan_facts(found)) | dict(_job_facts(found.job))
     assert rates in facts["costs"]
     assert rates in facts["reached"].split(";")[0]
-    assert rates in printed(plan_view(found.plan))
+    assert rates in printed(answer_view(found.plan, lost=5))
     assert rates in printed(explain_view(found.plan, found.study.explanation))
 
 
@@ -160,7 +160,7 @@ def test_rates_that_were_fitted_are_said_to_be_fitted() -> None:
 def test_the_rates_of_a_device_that_is_not_known_are_said_to_be_assumed() -> None:
     found = single()
     assert "unknown device generation" in dict(_job_facts(found.job))["reached"]
-    assert "unknown device generation" in printed(plan_view(found.plan))
+    assert "unknown device generation" in printed(answer_view(found.plan, lost=5))
 
 
 def printed(view: RenderableType) -> str:
@@ -285,13 +285,12 @@ def test_what_is_gained_over_plain_plans_is_said_in_days_and_money() -> None:
     faster = (baselines[1].model_copy(update={"step_time_s": step_s / 1.1}),)
     worse = planned.model_copy(update={"prediction": prediction.model_copy(update={"baselines": faster})})
     assert gain_sentence(worse) == "It is 10.0% slower than plain FSDP"
-    assert baseline_line(worse.prediction).startswith(
+    assert gain_text(worse.prediction).startswith(
         f"10.0% slower than the baseline, the best plan with {ONE_STRATEGY}, plain FSDP ("
     )
     none = (Baseline(name="plain DDP"), Baseline(name="plain FSDP"), *baselines[2:])
     other = planned.model_copy(update={"prediction": prediction.model_copy(update={"baselines": none})})
     assert gain_sentence(other).endswith("; plain DDP and plain FSDP have no legal strategy")
-    assert baseline_line(other.prediction).endswith("; plain DDP and plain FSDP have no legal strategy")
     long = planned.with_training(10**15, price=2.0)
     assert long.training is not None
     assert long.training.cost is not None

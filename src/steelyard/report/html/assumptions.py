@@ -6,11 +6,11 @@ from steelyard.cost.efficiency import catalogue_rates
 from steelyard.cost.job import Job, layer_precision
 from steelyard.hardware import Cluster, Link
 from steelyard.levers.optimizer import Optimizer
-from steelyard.plan.plan import Plan, accumulation
+from steelyard.plan.plan import Plan, pipeline_text
 from steelyard.plan.prediction import CostSource, simplicity_line
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, section, tag
-from steelyard.units import GB, TERA, format_bytes, format_count, format_plural, format_seconds
+from steelyard.units import GB, TERA, format_bytes, format_count, format_seconds
 
 PRECISIONS = {
     "bf16": "computes in bf16",
@@ -73,9 +73,9 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
     yield (
         "batch",
         f"{plan.global_batch:,} samples of {plan.seq_len:,} tokens, {format_count(plan.global_batch * plan.seq_len)} "
-        f"tokens a step; {format_plural(plan.num_microbatches, 'microbatch', 'microbatches')} of "
-        f"{format_plural(plan.microbatch_samples, 'sample')}; {accumulation(plan)}",
+        "tokens a step",
     )
+    yield "pipeline", pipeline_text(plan)
     alone = "" if plan.precision in PRECISIONS else f"inputs of linear layers in {plan.precision}, all else "
     yield "precision", f"{plan.precision}: {alone}{PRECISIONS[layer_precision(plan.precision)]}; {_kept(plan)}"
     bound = prediction.lower_bound_s

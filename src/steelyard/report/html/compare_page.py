@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from importlib.metadata import version
 
-from steelyard.plan.plan import Plan, headline
+from steelyard.plan.plan import Plan, decision, pipeline_text
 from steelyard.plan.prediction import layers_text
 from steelyard.report.explain_view import ALIKE, Terms, changed_layers, compared_terms, term_rows
 from steelyard.report.html.bars import stacked_bars
@@ -20,7 +20,7 @@ def compare_page(first: Plan, second: Plan, names: tuple[str, str]) -> str:
         tag("p", "Two plans", class_="kicker"),
         tag("h1", names[0], tag("span", " and "), names[1]),
         [
-            tag("p", tag("b", name), f": {'; '.join(headline(plan).splitlines())}")
+            tag("p", tag("b", name), f": {decision(plan)}. {pipeline_text(plan)}")
             for name, plan in zip(names, (first, second), strict=True)
         ],
     )

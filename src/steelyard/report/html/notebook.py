@@ -1,7 +1,7 @@
 """Public results in notebooks: fragments of the pages, with their style."""
 
 from steelyard.plan.choices import Advice, Explanation, Found, PlanStudy, TradeOffs
-from steelyard.plan.plan import Plan, headline
+from steelyard.plan.plan import Plan, decision, pipeline_text
 from steelyard.report.html import markup
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.explore_page import plan_layers
@@ -17,7 +17,7 @@ def fragment(value: object) -> str:
         return markup.fragment(frontier_content(value))
     if isinstance(value, Plan):
         nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
-        head = tag("p", headline(value)) if value.prediction is None else None
+        head = tag("p", f"{decision(value)}. {pipeline_text(value)}") if value.prediction is None else None
         head = head or summary(ReportContents(plan=value, plan_file="", study=nothing))
         return markup.fragment([head, section("layers", "The plan", plan_layers(value))])
     if not isinstance(value, Found | Advice):

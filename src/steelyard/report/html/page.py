@@ -5,7 +5,7 @@ from importlib.metadata import version
 from statistics import median
 
 from steelyard.plan.choices import ComparedBaseline
-from steelyard.plan.plan import Plan, headline
+from steelyard.plan.plan import Plan, decision
 from steelyard.plan.prediction import Alternative, shortfall
 from steelyard.profiles.record import RankRecord, RunRecord
 from steelyard.report.html.assumptions import assumption_section, link_text
@@ -32,7 +32,7 @@ def summary(found: ReportContents) -> Html:
         tag("p", "Training plan", class_="kicker"),
         tag("h1", plan.model.name, tag("span", " on "), plan.cluster),
         tag("p", network, class_="hint") if (network := network_text(found)) else None,
-        tag("p", decision(found), class_="decision", id="decision"),
+        tag("p", result_text(found), class_="decision", id="decision"),
         tag(
             "div",
             [
@@ -49,7 +49,7 @@ def summary(found: ReportContents) -> Html:
     )
 
 
-def decision(found: ReportContents) -> Html:
+def result_text(found: ReportContents) -> Html:
     """Return the plan and its result in one sentence."""
     plan, prediction = found.plan, found.prediction
     left = found.budget_bytes - found.peak_bytes
@@ -177,7 +177,7 @@ def report_page(found: ReportContents) -> str:
     ]
     written = tag("p", f"Written by steelyard {version('steelyard')} from {name}.")
     content = (*sections, tag("footer", tag("dl", facts), written))
-    return document(title, headline(found.plan), content, script="timeline.js")
+    return document(title, decision(found.plan), content, script="timeline.js")
 
 
 MOST_RANKS = 16
