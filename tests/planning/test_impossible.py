@@ -10,8 +10,11 @@ from steelyard.plan.decisions import Decisions
 from steelyard.planning import job
 from steelyard.planning.complete import find_plan
 from steelyard.planning.pins import parse_pin
+from steelyard.planning.problem import make_tables
 from steelyard.planning.request import PlanRequest, make_request
 from steelyard.planning.why_not import impossible, refuse_impossible
+from tests.cost.examples import cluster
+from tests.cost.examples import job as tables_job
 from tests.runtime.models import FAMILY_CONFIGS
 
 
@@ -110,3 +113,20 @@ def test_a_strategy_for_fewer_devices_than_a_stage_has_is_told_how_to_write_its_
     decisions = Decisions(num_stages=1, pins=(pin,))
     with pytest.raises(UserError, match=words):
         find_plan(FAMILY_CONFIGS["llama"], "1x8xh100-80gb", global_batch=16, seq_len=32, decisions=decisions)
+
+
+@pytest.mark.parametrize(
+    ("decisions", "asked", "reason"),
+    [
+        (Decisions(pins=("stages=3",)), "--pin 'stages=3'", "stages among 1, 2, 4, 8, microbatches among 1"),
+        (Decisions(schedules=("interleaved-1f1b",)), "--schedule interleaved-1f1b", "as many microbatches"),
+    ],
+)
+def test_decisions_without_a_pipeline_are_named_with_those_there_are(
+    decisions: Decisions, asked: str, reason: str
+) -> None:
+    of = tables_job(cluster(1, 8), num_hidden_layers=6, global_batch=1)
+    with pytest.raises(UserError, match="pipeline") as caught:
+        make_tables(of, decisions)
+    assert caught.value.found == f"no configuration with {asked}"
+    assert reason in caught.value.expected

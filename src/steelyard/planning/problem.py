@@ -35,7 +35,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
 from steelyard.limits import MOST_MICROBATCHES
 from steelyard.model.chain import LayerRole
-from steelyard.plan.decisions import Decisions
+from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.dimensions import DIMENSIONS, modes
 from steelyard.plan.strategy import Remat, Strategy, divisors
 from steelyard.planning.pins import MICRO_BATCH, Pin, pinned, pins_of
@@ -80,6 +80,8 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
     offered: dict[int, tuple[Strategy, ...]] = {}
     computed_s: dict[tuple[int, int], float] = {}
     configs, found = pipeline_configs(job, decisions), []
+    if not configs:
+        raise no_pipeline(job, decisions)
     pins = _pins_of(job, decisions)
     known = KnownCosts([config.pipeline.num_microbatches for config in configs])
     for config in configs:
@@ -256,6 +258,21 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
         and all(pin.takes(each.pipeline) for pin in pins)
         and (each.pipeline.num_stages == 1 or means.runs(each.pipeline.schedule.name))
     ]
+
+
+def no_pipeline(job: Job, decisions: Decisions) -> UserError:
+    """Build the error for decisions that no pipeline configuration meets, with the ones there are without them."""
+    asked = decisions.model_copy(update=dict.fromkeys(("remats", "modes", "max_degrees", "space", "uniform")))
+    pipelines = [each.pipeline for each in pipeline_configs(job, FREE)]
+    stages = ", ".join(map(str, sorted({each.num_stages for each in pipelines})))
+    counts = ", ".join(map(str, sorted({each.num_microbatches for each in pipelines})))
+    reasons = (f"; {each}: {SCHEDULES[each].why_nowhere}" for each in decisions.schedules or ())
+    return UserError(
+        field="pipeline",
+        found=f"no configuration with {', '.join(asked.one_by_one())}",
+        expected=f"stages among {stages}, microbatches among {counts}{''.join(reasons)}",
+        hint="leave one of these out, or change the batch or the devices",
+    )
 
 
 def microbatch_counts(global_batch: int) -> list[int]:

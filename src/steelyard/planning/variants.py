@@ -341,7 +341,7 @@ class Study:
                 to_the_end=to_the_end,
             )
         except UserError as error:
-            if isinstance(error, NoUniformPlanError):
+            if isinstance(error, NoUniformPlanError) or error.field == "pipeline":
                 return error.found
             if error.field not in ("num_stages", "num_microbatches"):
                 raise

@@ -24,7 +24,7 @@ from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 from steelyard.planning.pins import OR_MORE, Pin, pins_of
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import pipeline_configs, shares_cores, space_options, stage_strategies
+from steelyard.planning.problem import no_pipeline, pipeline_configs, shares_cores, space_options, stage_strategies
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import Study, insisting
 from steelyard.schedules import SCHEDULES
@@ -313,11 +313,7 @@ def why_not(request: PlanRequest, job: Job, pin: Pin) -> WhyNot:
     """
     pinned = insisting(pin.text).change(request)
     if not pipeline_configs(job, pinned.decisions):
-        pipelines = [config.pipeline for config in pipeline_configs(job, request.decisions)]
-        stages = ", ".join(map(str, sorted({each.num_stages for each in pipelines})))
-        counts = ", ".join(map(str, sorted({each.num_microbatches for each in pipelines})))
-        reason = f"no such pipeline configuration is searched: stages are {stages}, microbatches {counts}"
-        return WhyNot(asked=pin.text, reasons=(reason,))
+        return WhyNot(asked=pin.text, reasons=(f"not searched: {no_pipeline(job, pinned.decisions).expected}",))
     result = Study(request, job).plan(insisting(pin.text))
     if isinstance(result, str):
         return WhyNot(asked=pin.text, reasons=(result,))

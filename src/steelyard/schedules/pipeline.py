@@ -98,7 +98,7 @@ class Schedule(ABC):
     """Reason why the search skips some configurations that the schedule can run; empty if it skips none."""
     only_alone: bool = False
     """Whether the search tries it only if no other schedule is allowed."""
-    why_nowhere: str = "not searched"
+    why_nowhere: str = "no configuration has two or more stages and enough microbatches"
     """Message if the search found no configuration for the schedule."""
 
     @abstractmethod
