@@ -92,16 +92,6 @@ def test_narrowed_tables_are_made_from_the_tables_and_those_once() -> None:
     assert (given.tables, len(calls)) == (tables[0], 1)
 
 
-def test_a_settled_config_is_not_searched_again_and_beats_others() -> None:
-    tables, given = drawn(3)
-    whole = search(tables, 60, num_alternatives=0)
-    assert whole.best is not None
-    given[whole.best.index].settled = whole.best.result
-    again = search(given, 60, num_alternatives=0)
-    assert found(again) == found(whole)
-    assert not given[whole.best.index].is_made
-
-
 def test_a_sharper_bound_is_of_the_same_tables() -> None:
     _, given = drawn(2)
     sharper, blunter = given[0].bounded(given[0].least_s + 1), given[0].bounded(0.0)

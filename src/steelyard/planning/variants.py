@@ -61,11 +61,10 @@ from steelyard.planning.price import describe, summarise
 from steelyard.planning.problem import GroupSpace, is_beaten, is_uniform, make_tables, pipeline_configs, space_options
 from steelyard.planning.request import Budget, PlanRequest
 from steelyard.planning.simple import DEPTH_GAIN, usual_stages
-from steelyard.schedules import SCHEDULES, PipelineConfig
+from steelyard.schedules import SCHEDULES
 from steelyard.search import OnDemand, refusal
 from steelyard.search.balance import even_boundaries
 from steelyard.search.layers import ROUNDING
-from steelyard.search.partition import ConfigResult
 from steelyard.units import format_plural, format_seconds
 
 ANY_PLAN = "any plan"
@@ -288,8 +287,6 @@ class Study:
         self._job, self._tables = job, tables
         self._bounded: dict[int, tuple[OnDemand, ...]] = {}
         """Tables by budget with the bounds proven within it, which also hold within less."""
-        self._settled: dict[tuple[int, PipelineConfig], ConfigResult] = {}
-        """Results by budget and pipeline configuration, among all strategies of the request."""
 
     @property
     def job(self) -> Job:
@@ -387,11 +384,6 @@ class Study:
         except NoUniformPlanError as error:
             return replace(answer, reason=error.found)
         self._keep(request, job, found.bounded)
-        own = self.request.decisions
-        free = {name: getattr(own, name) for name in ("num_stages", "num_microbatches", "schedules")}
-        if request.decisions.model_copy(update=free) == own and self._shares_tables(request) and not own.uniform:
-            results = {(job.budget_bytes, each.pipeline): each.result for each in found.search.configs}
-            self._settled |= {key: each for key, each in results.items() if each.status in ("optimal", "feasible")}
         if of_usual_depth and found.ranked and request.simplify_share:
             limit, most_s = usual_stages(self.job), (1 + DEPTH_GAIN) * found.ranked[0].step_s
             fewer = [each for each in found.bounded if limit.allows_stages(each.pipeline.num_stages)]
@@ -475,11 +467,6 @@ class Study:
         options = space_options(job, decisions)
         offered = cache(lambda strategy: refusal(strategy, options) is None)
         tables = [each.narrowed(partial(_allowed, offered=offered)) for each in known]
-        for each, narrowed in zip(known, tables, strict=True):
-            found = self._settled.get((job.budget_bytes, each.pipeline))
-            if found is not None and found.solution is not None:
-                strategies = [each.tables.strategies[index] for index in {*found.solution.strategies}]
-                narrowed.settled = found if all(map(offered, strategies)) else None
         if missing := wanted - {each.pipeline for each in known}:
             tables += [each for each in make_tables(job, decisions) if each.pipeline in missing]
         return tuple(tables)

@@ -50,8 +50,6 @@ class OnDemand:
     ) -> None:
         self.pipeline, self.least_s, self._make = pipeline, least_s, make
         self.sharpen, self.missing_bytes = sharpen, missing_bytes
-        self.settled: ConfigResult | None = None
-        """Result of a search among more choices, within the budget of the next one, whose plan these choices allow."""
         self._known: AnyBudget | None = None
 
     @classmethod
@@ -238,15 +236,12 @@ def _solve_in_order(
     by several.
     """
     num_exact, num_alternatives = wanted
-    settled = {} if choices is not None else dict(enumerate(each.settled for each in given))
-    results: dict[int, ConfigResult] = {index: each for index, each in settled.items() if each is not None}
-    scores = (each.solution.step_s / samples[index] for index, each in results.items() if each.solution is not None)
-    best = [-score for score in sorted(scores)[:num_exact]]
-    heapq.heapify(best)
+    results: dict[int, ConfigResult] = {}
+    best: list[float] = []
     waiting: list[tuple[float, int, AnyBudget | Prospect | CrossLayerProspect | ChoiceProspect | None]] = [
         (each.least_s / count, index, None)
         for index, (each, count) in enumerate(zip(given, samples, strict=True))
-        if each.missing_bytes is None and index not in results
+        if each.missing_bytes is None
     ]
     heapq.heapify(waiting)
     num_begun = 0
