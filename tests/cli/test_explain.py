@@ -167,7 +167,7 @@ def test_why_not_a_dimension_of_no_degree_takes_its_best_one_for_all_blocks(run:
     [
         ("ep", "the model has no experts"),
         ("tp=3", "tp 3 does not divide the"),
-        ("stages=3", "stages are 1, 2, 4"),
+        ("stages=3", "stages among 1, 2, 4"),
         ("dp4, remat=none, microbatches=1", "does not fit"),
         ("fsdp=4, microbatches=16", "does not divide"),
     ],

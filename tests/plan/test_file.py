@@ -104,7 +104,7 @@ def test_a_plan_cut_short_anywhere_is_an_error(tmp_path):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(InvalidPlanError, match=r"^plan: found no file .*absent\.json"):
+    with pytest.raises(InvalidPlanError, match=r"^plan: found no file .*absent\.json(.|\n)*steelyard plan MODEL"):
         read_plan(tmp_path / "absent.json")
 
 

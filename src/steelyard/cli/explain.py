@@ -101,6 +101,7 @@ def _read(
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return the plan of a plan file, or of an engine's file ``source`` for the model ``path``, and notes on it."""
     if source is None:
+        plan = read_plan(path)
         if global_batch or seq_len:
             raise UserError(
                 field="--global-batch" if global_batch else "--seq-len",
@@ -108,7 +109,7 @@ def _read(
                 expected="--from with it",
                 hint="leave it out, or plan again with another value",
             )
-        return read_plan(path), ()
+        return plan, ()
     if cluster is None:
         raise UserError(
             field="--cluster",

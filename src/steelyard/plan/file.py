@@ -66,8 +66,9 @@ def parse_file(path: Path, model: type[FileModel], error_type: type[UserError], 
     try:
         content = read_json(path)
     except FileNotFoundError:
+        written = "; `steelyard plan MODEL --cluster CLUSTER -o plan.json` writes one" if what == "plan" else ""
         raise error_type(
-            field=what, found=f"no file {path}", expected=f"the path of a {what} file", hint="check the path"
+            field=what, found=f"no file {path}", expected=f"the path of a {what} file", hint=f"check the path{written}"
         ) from None
     except (OSError, ValueError) as error:
         raise error_type(
