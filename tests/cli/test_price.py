@@ -51,6 +51,19 @@ def test_a_replicated_optimizer_is_priced_and_no_plan_of_its_engine(run: Run, tm
     assert user_error(refused).field == "--output"
 
 
+def test_a_plan_is_written_if_a_lever_changes_the_engine_and_not_if_it_lacks_the_model(
+    run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    job = ("llama3-8b", "--cluster", "1x8xh100-80gb", "--seq-len", 4096, "--global-batch", 32)
+    priced = run("price", *job, "--engine", "torchtitan", "--float8", "rowwise", "--remat", "full", "-o", path)
+    assert priced.exit_code == 0, priced.output
+    assert read_plan(path).engine == "torchtitan"
+    gpt2 = ("price", "gpt2", "--cluster", "1x2xa100-80gb", "--seq-len", 512, "--global-batch", 8)
+    assert user_error(run(*gpt2, "--engine", "megatron", "-o", path)).field == "--engine"
+    assert user_error(run(*gpt2, "--tp", 2)).hint.startswith("give --micro-batch 2")
+
+
 @pytest.mark.slow
 def test_settings_in_a_file_of_an_engine_are_explained(run: Run, tmp_path: Path) -> None:
     path, plan = tmp_path / "megatron.sh", tmp_path / "plan.json"

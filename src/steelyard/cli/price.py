@@ -63,7 +63,7 @@ def price(
 ) -> None:
     """Predict step time and memory of settings of your own, as the engine runs them, and whether they fit.
 
-    Whether the engine supports the model is not checked.
+    Whether the engine supports the model is checked for a plan file alone.
     """
     chosen, runs_it = options.parse_precision(precision), engine_of(engine or NATIVE.name)
     check_precision(runs_it, chosen)
@@ -94,14 +94,15 @@ def price(
             remat_blocks=remat_blocks,
         )
         plan, job = price_settings(request, runs_it, chosen, settings)
-    if output is not None and job.engine != runs_it:
+    if output is not None and zero == 0 and runs_it.execution.keeps_own_buffers:
         raise UserError(
             field="--output",
-            found=f"--zero {zero} for {runs_it.name}",
+            found=f"--zero 0 for {runs_it.name}",
             expected="sharded optimizer states, as in all plans for this engine",
             hint="leave out --output or --zero",
         )
     if output is not None:
+        runs_it.check_model(plan.chain(), plan.seq_len)  # the commands that read plans refuse it
         write_plan(plan, output)
     if as_json:
         options.print_json(plan)

@@ -151,6 +151,13 @@ class Engine:
             return None if self.capabilities.mixes_layers else ""
         return taken.refuse(lever)
 
+    def check_model(self, chain: ModelChain, seq_len: int) -> None:
+        """Raise `UserError` for the option ``--engine`` if the engine cannot train the model."""
+        try:
+            self.refuse(chain, seq_len)
+        except UserError as error:
+            raise UserError(**error.parts() | {"field": "--engine"}) from None
+
     def running(self, levers: Levers) -> "Engine":
         """Return the engine as it runs these levers."""
         found = self

@@ -536,10 +536,7 @@ def _check_engine(request: PlanRequest) -> None:
     if request.is_mixed:
         not_with_pools({f"--engine {request.engine.name}": True})
     if request.seq_len is not None:
-        try:
-            request.engine.refuse(request.chain, request.seq_len)
-        except UserError as error:
-            raise UserError(**error.parts() | {"field": "--engine"}) from None
+        request.engine.check_model(request.chain, request.seq_len)
 
 
 def check_precision(engine: Engine, precision: str) -> None:

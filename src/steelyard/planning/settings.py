@@ -72,10 +72,7 @@ def plan_of_file(
             hint="give the settings to steelyard price by its options",
         )
     chain, machines = load_model(model), parse_cluster(cluster)
-    try:
-        runs_it.refuse(chain, seq_len or 1)
-    except UserError as error:
-        raise UserError(**error.parts() | {"field": "--engine"}) from None
+    runs_it.check_model(chain, seq_len or 1)
     try:
         found = runs_it.reader.read(read_text(path), chain, machines.num_devices)
     except UserError:
@@ -144,6 +141,13 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
         num_stages=settings.pp, num_chunks=settings.vpp, num_microbatches=count, schedule=_schedule(settings)
     )
     pipeline.check()
+    if chain.vocab_size % settings.tp and settings.micro_batch % settings.tp:
+        raise UserError(
+            field="--micro-batch",
+            found=f"{settings.micro_batch} with tp {settings.tp}, which does not divide {chain.vocab_size} tokens",
+            expected="a multiple of tp, because embedding and head divide samples instead of the vocabulary",
+            hint=f"give --micro-batch {settings.tp}, or a config whose vocab_size is padded",
+        )
     blocks, recomputed = set(block_layers(chain)), settings.remat_blocks
     parts, first, size = [], 0, devices // settings.pp
     num_parts = settings.pp * settings.vpp
