@@ -210,6 +210,13 @@ def test_a_small_plan_has_sequences_and_heads_that_context_parallelism_divides(s
 
 
 @pytest.mark.slow
+def test_a_model_of_text_alone_may_have_its_sizes_in_a_part_of_its_config() -> None:
+    small = shrunk_plan(make_plan(split_config("mllama"), ", ".join(["fsdp4"] * 4), num_devices=4, seq_len=32))
+    assert small.chain().vocab_size == small.model.config["text_config"]["vocab_size"] == 256
+    assert small.chain().hidden_size == small.model.config["text_config"]["hidden_size"]
+
+
+@pytest.mark.slow
 def test_of_a_tower_and_the_text_behind_it_two_equal_blocks_are_kept_and_what_nothing_reads() -> None:
     config = split_config("llava")
     config["vision_config"] = {**config["vision_config"], "num_hidden_layers": 5}

@@ -547,6 +547,7 @@ class ModelSplit(SplitLayers):
 
         Sizes that no config gives do not change: the number of image classes, and widths that are given per stage.
         """
+        before, config = ({**(each.get(TEXT_PART) or {}), **each} for each in (before, config))
         width = next((config[key] for key in WIDTH_KEYS if key in config), self.hidden_size)
         heads, patches = heads_in(config), (patches_of(config), patches_of(before))
         layer_types = tuple(
