@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from steelyard.cost.job import layer_precision
 from steelyard.engines import ENGINES, TARGETS
 from steelyard.engines.writing import Request, export_plan
 from steelyard.errors import UserError
@@ -15,7 +16,7 @@ from steelyard.planning.request import make_request
 from steelyard.planning.settings import Settings, plan_of_file, price_settings
 from steelyard.precision import Precision
 
-CLUSTER = "1x8xh100-80gb"
+CLUSTER, BLACKWELL = "1x8xh100-80gb", "1x8xb200-180gb"
 MODELS = {"torchtitan": "llama3.1-8b"}
 WRITTEN = {
     "degrees": ("megatron", Settings(tp=2, cp=2, micro_batch=2)),
@@ -34,7 +35,10 @@ WRITTEN = {
     "ZeRO-3": ("deepspeed", Settings(zero=3, sp=False, remat=Remat.FULL, micro_batch=2)),
     "ZeRO-2 beside tp": ("deepspeed", Settings(zero=2, sp=False, tp=2)),
 }
-PRECISIONS: dict[str, Precision] = {"degrees": "fp16", "ZeRO-2 beside tp": "fp16"}
+PRECISIONS: dict[str, Precision] = {
+    **{"degrees": "fp16", "ZeRO-2 beside tp": "fp16"},
+    **{"full remat": "mxfp8", "shards": "fp8-block", "remat of some blocks": "nvfp4"},
+}
 """Precision of the files that are not in bf16."""
 
 
@@ -44,12 +48,14 @@ def test_what_is_written_for_an_engine_is_read_again(name: str, tmp_path: Path) 
     engine, settings = WRITTEN[name]
     model = MODELS.get(engine, "llama3-8b")
     precision = PRECISIONS.get(name, "bf16")
-    request = make_request(model, CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0, precision=precision)
+    request = make_request(
+        model, BLACKWELL, global_batch=64, seq_len=4096, memory_margin=0.0, precision=layer_precision(precision)
+    )
     plan, _ = price_settings(request, ENGINES[engine], precision, settings)
-    asked = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
+    asked = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(BLACKWELL))
     for file, content in export_plan(TARGETS[engine], asked).files:
         (tmp_path / file).write_text(content)
-        again, notes = plan_of_file(tmp_path / file, model, CLUSTER, engine=engine, seq_len=4096)
+        again, notes = plan_of_file(tmp_path / file, model, BLACKWELL, engine=engine, seq_len=4096)
         assert again.stages == plan.stages
         assert (again.num_microbatches, again.schedule) == (plan.num_microbatches, plan.schedule)
         assert (again.global_batch, again.precision) == (plan.global_batch, plan.precision)

@@ -83,6 +83,7 @@ _FLAGS: Mapping[Precision, Sequence[str]] = {
 }
 """Flags of each precision. By default Megatron keeps and reduces gradients in fp16 under fp16, and starts with a loss
 scale of 2^32."""
+_OF_RECIPE = {flags[-1].partition("-recipe ")[2]: precision for precision, flags in _FLAGS.items() if flags}
 Flags = list[str]
 """Options, each with its value after a space, which the script quotes."""
 
@@ -439,9 +440,7 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
         ),
         global_batch=entries.number_or_none("global_batch_size", "gbs"),
         seq_len=seq_len,
-        precision="fp8"
-        if entries.get("fp8_format", "fp8")
-        else next((each for each in ("bf16", "fp16") if each in values), "fp32"),
+        precision=_read_precision(entries) or next((each for each in ("bf16", "fp16") if each in values), "fp32"),
         unread=(*(name for name in entries.unread if name not in own), *[_NARROW] * narrow),
     )
 
@@ -472,6 +471,14 @@ def _parts_of_layout(layout_text: str) -> tuple[int, ...]:
     spelt = re.sub(r"\(([^)]*)\)\*(\d{1,3})", lambda part: part[1] * int(part[2]), layout_text)
     spelt = re.sub(r"([Etm|L])\*(\d{1,3})", lambda part: part[1] * int(part[2]), spelt)
     return tuple(part.count("t") for part in spelt.split("|")) if spelt else ()
+
+
+def _read_precision(entries: Entries) -> str:
+    """Return the precision of products in 8 or 4 bits by its recipe, any other 8-bit recipe as fp8; empty if none."""
+    for bits, usual in (("fp4", "nvfp4"), ("fp8", "fp8")):
+        if entries.get(f"{bits}_format", bits):
+            return _OF_RECIPE.get(str(entries.get(f"{bits}_recipe")), usual)
+    return ""
 
 
 def _read_remat(entries: Entries) -> tuple[Remat, int | None]:
