@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.planning.advise import Advice, advise, hints
+from steelyard.planning.advise import Advice, advise, hints, least_bytes
 from steelyard.planning.choose import plan_request
 from steelyard.planning.complete import NothingFitsError, find_plan
 from steelyard.planning.job import job_of
 from steelyard.planning.price import peak_bytes
 from steelyard.planning.request import PlanRequest, make_request
+from steelyard.planning.variants import Study, within
 
 GIB = 2**30
 
@@ -112,3 +113,12 @@ def test_advice_for_an_engine_says_what_it_does_not_run() -> None:
     _, found, left_out, _ = advise(asked)
     assert any("adafactor" in each and "the engine deepspeed" in each for each in left_out)
     assert {"--train lora:r=16", "--optimizer adamw-8bit"} <= {each.options for each in found}
+
+
+def test_the_minimum_memory_of_an_engine_of_one_strategy_holds_a_plan() -> None:
+    request = make_request("gpt2", "1x1xrtx-4090", seq_len=512, global_batch=8, engine="accelerate", memory_margin=0.0)
+    study = Study(request)
+    least = least_bytes(study)
+    assert least is not None
+    assert study.answer(within("", least)).plan is not None
+    assert study.answer(within("", least - 2**20)).plan is None

@@ -17,6 +17,7 @@ from steelyard.levers import LEVERS, Levers
 from steelyard.plan.choices import RESULTS, Advice, Found
 from steelyard.planning.choose import device_bytes
 from steelyard.planning.price import refuse_host, with_price
+from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import PlanRequest, with_levers
 from steelyard.planning.variants import FREE_CHOICE, Progress, Study, within
 from steelyard.search.runs import smallest_peak_bytes
@@ -145,6 +146,10 @@ def is_beyond_host(study: Study) -> bool:
 
 
 def least_bytes(study: Study) -> int | None:
-    """Return the fewest bytes per device in which a searched configuration has a plan."""
-    least = smallest_peak_bytes(each.any_budget for each in study.tables)
-    return None if least is None else device_bytes(study.job, least)
+    """Return the fewest bytes per device in which a searched configuration has a plan; None if none is legal."""
+    found, job = smallest_peak_bytes(each.any_budget for each in study.tables), study.job
+    least = None if found is None else device_bytes(job, found)
+    if least is None or not is_uniform(job, study.request.decisions):
+        return least
+    of_one = study.answer(within("", least - 1))  # a plan of one strategy may need more
+    return None if of_one.missing_bytes is None else least - 1 + of_one.missing_bytes
