@@ -10,7 +10,7 @@ from steelyard.cli import app as application
 from steelyard.cli.options import whole
 from steelyard.errors import UserError
 from steelyard.plan.file import read_plan
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import Plan, pipeline_text
 from steelyard.report.plan_table import answer_view, stage_texts
 from tests.cli.conftest import Run, user_error
 from tests.cost.examples import cluster, job, plan
@@ -44,6 +44,7 @@ def test_the_answer_is_short_and_keeps_quantities_whole(deep: Plan, width: int, 
 
 
 def test_equal_stages_are_drawn_together(deep: Plan) -> None:
+    assert pipeline_text(deep).startswith(f"{DEEP} stages of 1 device (1f1b), ")
     assert list(stage_texts(deep)) == [
         "0: embedding, 1 block",
         f"1–{DEEP - 2}: 2 blocks each",
@@ -62,6 +63,10 @@ def test_degrees_fix_the_plan_and_the_micro_batch_follows(run: Run, tmp_path: Pa
     assert {each.tensor_degree for each in found.strategies} == {2}
     blocks = found.strategies[1:-1]
     assert {found.microbatch_samples // each.sample_degree for each in blocks} == {4}
+
+
+def test_a_page_is_written_to_a_file_that_browsers_open(run: Run, tmp_path: Path) -> None:
+    assert user_error(run("report", tmp_path / "no-plan.json", "-o", tmp_path / "page.htm")).field == "--output"
 
 
 def test_a_micro_batch_divides_the_global_batch(run: Run) -> None:

@@ -59,6 +59,7 @@ def report(
     as_json: options.AsJson = False,
 ) -> None:
     """Write one offline page: the decision, time and memory by term, schedule, frontier, plans that lost."""
+    options.check_page(output)
     plan, name = read_plan(path), shlex.quote(path.name)
     record = None if run is None else read_record(run, plan, path)
     with options.progress("counting the model's layers", silent=as_json) as show:

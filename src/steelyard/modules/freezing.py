@@ -15,7 +15,7 @@ from steelyard.modules.build import build_meta_model, named_layer_modules
 from steelyard.modules.levers import num_quantized
 from steelyard.modules.levers.train import is_added
 
-_MOST_NAMED = 24
+_MOST_NAMED = 8
 """Maximum number of modules that an error lists."""
 
 

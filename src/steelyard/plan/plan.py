@@ -506,8 +506,8 @@ def answer_lines(plan: Plan, *, everything: bool = False) -> Iterator[tuple[str,
             "Accuracy": prediction.accuracy,
             "Search": str(prediction.certificate),
             "Order": prediction.order_line,
-            "Costs": prediction.costs if is_unusual or everything else "",
             "Groups": simplicity_line(plan.num_groups, plan.num_stages, prediction),
+            "Costs": prediction.costs if is_unusual or everything else "",
         }
         yield from ((label, text) for label, text in lines.items() if text)
     if plan.training is not None:
@@ -533,7 +533,8 @@ def pipeline_text(plan: Plan) -> str:
     stages = "no pipeline"
     if plan.num_stages > 1:
         chunks = f", {plan.num_chunks} chunks each" if plan.num_chunks > 1 else ""
-        stages = f"{plan.num_stages} stages of {size} devices ({plan.schedule}{chunks})"
+        devices = "device" if size == "1" else "devices"
+        stages = f"{plan.num_stages} stages of {size} {devices} ({plan.schedule}{chunks})"
     count = format_plural(plan.num_microbatches, "microbatch", "microbatches")
     per_rank = " or ".join(map(str, plan.rank_samples))
     batch = f"{count} of {plan.microbatch_samples} × {plan.seq_len} tokens ({per_rank} per rank)"

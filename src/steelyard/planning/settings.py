@@ -134,7 +134,12 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
     chain, devices = job.chain, job.cluster.num_devices
     model_ranks = settings.tp * settings.cp * settings.pp
     data = _divided("--tp, --cp and --pp", devices, model_ranks, "devices")
-    count = _divided("--micro-batch", job.global_batch, data * settings.micro_batch, "samples of the global batch")
+    count = _divided(
+        "--micro-batch",
+        job.global_batch,
+        data * settings.micro_batch,
+        f"samples of the global batch, {settings.micro_batch} on each of {data} data ranks",
+    )
     experts = _divided("--ep", settings.ep, settings.tp, "ranks of experts by tp") if settings.ep > 1 else 1
     strategy = _strategy(job, settings, data, experts)
     pipeline = PipelineConfig(
