@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,26 @@ def test_code_among_the_tensors_does_not_run(path: Path, tmp_path: Path) -> None
     with pytest.raises(CheckpointException, match="Weights only load failed"):
         load(path)
     assert not (tmp_path / "ran").exists()
+
+
+class OldPickler(pickle.Pickler):
+    """Pickles enums as Python 3.11.2 does."""
+
+    def reducer_override(self, found: Any) -> Any:
+        return (getattr, (type(found), found.name)) if isinstance(found, Enum) else NotImplemented
+
+
+def test_what_an_older_python_wrote_is_read_and_other_attributes_are_not(path: Path) -> None:
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    content = io.BytesIO()
+    OldPickler(content).dump(metadata)
+    assert b"getattr" in content.getvalue()
+    (path / METADATA_FILE).write_bytes(content.getvalue())
+    assert torch.equal(load(path)["a"], torch.arange(6.0))
+    for name in ("__class__", "mro"):
+        (path / METADATA_FILE).write_bytes(f"cbuiltins\ngetattr\n(ctorch\nSize\nV{name}\ntR.".encode())
+        with pytest.raises(InvalidCheckpointError, match=f"an attribute {name} of .*, which no checkpoint needs"):
+            CheckpointReader(path)
 
 
 def test_a_file_outside_the_folder_is_not_read(path: Path) -> None:
