@@ -250,7 +250,7 @@ def _solve_in_order(
         progress(f"{len(results) + 1} of up to {len(given)} pipeline configurations")
         cutoff = min(cutoff_s, -best[0] if len(best) == num_exact else np.inf)
         may_end = bool(best) or (num_begun > 0 and not given[index].is_made)
-        is_late = may_end and deadline is not None and time.process_time() > deadline
+        is_late = may_end and deadline is not None and time.process_time() >= deadline
         if is_late or (bound > cutoff and num_alternatives <= 0):
             results[index] = ConfigResult(status="beaten", solution=None, lower_bound_s=bound * samples[index])
         elif known is None and given[index].sharpen is not None:
