@@ -118,7 +118,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tr
         found[name] = Training(folder / name, checkpoints=folder / (checkpoints or name) / "checkpoints")
         limit_s = time.monotonic() + HANG_LIMIT_S
         while found[name].num_steps() < 2:
-            assert found[name].process.poll() is None, "the training has ended"
+            assert found[name].process.poll() is None, found[name].process.communicate()[1]
             assert time.monotonic() < limit_s
             time.sleep(0.1)
         return found[name]
