@@ -37,12 +37,3 @@ def test_every_step_of_a_sampled_frontier_is_one_of_the_complete_one() -> None:
     assert {step.peak_bytes for step in some.steps} < {step.peak_bytes for step in every.steps}
     assert some.steps[0].peak_bytes == every.steps[0].peak_bytes
     assert not some.is_complete
-
-
-def test_a_budget_below_the_least_has_no_steps() -> None:
-    configs = [random_tables(np.random.default_rng(5), max_plans=60)]
-    least = sampled_frontier(configs, max_searches=ENOUGH).steps[-1].peak_bytes
-    assert sampled_frontier(configs, most_bytes=least - 1, max_searches=ENOUGH).steps == ()
-    assert [step.peak_bytes for step in sampled_frontier(configs, most_bytes=least, max_searches=ENOUGH).steps] == [
-        least
-    ]
