@@ -60,7 +60,9 @@ def test_a_plan_is_written_if_a_lever_changes_the_engine_and_not_if_it_lacks_the
     assert priced.exit_code == 0, priced.output
     assert read_plan(path).engine == "torchtitan"
     gpt2 = ("price", "gpt2", "--cluster", "1x2xa100-80gb", "--seq-len", 512, "--global-batch", 8)
-    assert user_error(run(*gpt2, "--engine", "megatron", "-o", path)).field == "--engine"
+    error = user_error(run(*gpt2, "--engine", "megatron-bridge", "-o", path))
+    assert (error.field, error.found) == ("--engine", "megatron-bridge for gpt2 (gpt2)")
+    assert error.hint.startswith("plan without --engine, then export --to ")
     assert user_error(run(*gpt2, "--tp", 2)).hint.startswith("give --micro-batch 2")
 
 

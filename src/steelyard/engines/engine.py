@@ -156,7 +156,9 @@ class Engine:
         try:
             self.refuse(chain, seq_len)
         except UserError as error:
-            raise UserError(**error.parts() | {"field": "--engine"}) from None
+            found = f"{self.name} for {error.found.partition(' for ')[2]}"  # of the target whose files it takes
+            hint = f"plan without --engine, then {error.hint}"
+            raise UserError(field="--engine", found=found, expected=error.expected, hint=hint) from None
 
     def running(self, levers: Levers) -> "Engine":
         """Return the engine as it runs these levers."""
