@@ -11,8 +11,9 @@ JOB = ("advise", "llama-demo", "--cluster", "1x1xa100-40gb", "--global-batch", 1
 
 
 def test_the_longest_sequence_is_found_without_a_length(run: Run) -> None:
-    said = run(*JOB, "--memory", "1500MiB", "--max", "seq-len").output
+    said = run(*JOB, "--memory", "1500MiB", "--memory-margin", 0.01, "--max", "seq-len").output
     assert re.search(r"largest seq-len: (\d+)(?s:.*) --seq-len \1 ", said)
+    assert " --memory 1500MiB --memory-margin 0.01" in said
 
 
 @pytest.mark.parametrize(("size", "hint"), [("batch,rank", "batch or rank"), ("rank", "add --train lora:r=16")])

@@ -36,6 +36,13 @@ def test_the_largest_batch_fits_and_one_sample_more_does_not(levers: dict[str, s
     assert len(tried) <= MOST_TRIED
 
 
+def test_the_largest_batch_is_shared_evenly_by_the_devices() -> None:
+    request = make_request("llama-demo", "1x4xa100-40gb", global_batch=1, seq_len=128, memory="2GiB")
+    found = largest("batch", request, ask)
+    assert found.size > 4
+    assert (found.size % 4, found.too_large) == (0, found.size + 4)
+
+
 @pytest.mark.slow
 def test_the_largest_rank_and_the_longest_sequence_fit() -> None:
     levers = {"train": "lora:r=4,alpha=4"}

@@ -83,7 +83,8 @@ def advise(
         else:
             own, found, left_out, untried = advice_of(ask(levers), progress=show)
     asked = {"--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len, "--network": network}
-    asked |= {"--memory": memory, "--precision": None if precision == "bf16" else precision, "--engine": engine}
+    asked |= {"--memory": memory, "--memory-margin": memory_margin}
+    asked |= {"--precision": None if precision == "bf16" else precision, "--engine": engine}
     asked |= {f"--{name}": text for name, text in levers.items()}
 
     def plan_with(change: str, of: str = model) -> str:

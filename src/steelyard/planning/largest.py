@@ -30,7 +30,7 @@ from steelyard.units import format_bytes
 
 MOST_TRIED = 6
 """Maximum number of sizes that are tried."""
-_MOST = 2**24
+_MOST, _MOST_SAMPLES = 2**24, 2**16
 _BEYOND = 2**50
 SEQ_LEN, BATCH, MODEL = "seq-len", "batch", "model"
 Ask = Callable[..., PlanRequest]
@@ -131,7 +131,9 @@ def _sizes(what: str, request: PlanRequest, ask: Ask) -> _Sizes:
         return _Sizes(lambda size: replace(request, seq_len=size), 2048, range(128, _MOST, 128))
     if what == BATCH:
         at_once = replace(request, decisions=Decisions(num_microbatches=1))
-        return _Sizes(lambda size: replace(at_once, global_batch=size), 1, range(1, _MOST))
+        ranks = request.cluster.num_devices  # above their number, those that they share evenly
+        sizes = [*range(1, ranks), *range(ranks, ranks * _MOST_SAMPLES, ranks)]
+        return _Sizes(lambda size: replace(at_once, global_batch=size), 1, sizes)
     if what == MODEL:
         named = {num_params(job_of(each)): each.chain.name for each in _of_type(request, ask)}
         first = sorted(named)[len(named) // 2]
