@@ -11,7 +11,7 @@ from click.testing import Result
 from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
-from steelyard.cli import explain, plan
+from steelyard.cli import diff, explain, plan
 from steelyard.cli.app import app
 from steelyard.cli.schema import printed_schema
 from steelyard.errors import UserError
@@ -63,6 +63,7 @@ def _searched_once(request: pytest.FixtureRequest) -> Iterator[None]:
             return others(*given, limit_s=limit_s, **named) if shows_engines or limit_s is None else ()
 
         patch.setattr(plan, "engine_answers", answers)
+        patch.setattr(diff, "_by_engine", _once(diff._by_engine, lambda one, path, engine, show: (one, engine)))
         searched = _once(
             explaining.what_was_searched,
             lambda study, plan, deadline=math.inf, progress=None: (study.request, plan, deadline),

@@ -46,10 +46,17 @@ NEEDS = {
     "--record": "needs the record of a run: tests/cli/test_elastic.py",
     "--calibrate": "needs the record of a run: tests/cli/test_plan.py",
 }
-FEWER = {"frontier": ["--points", "3", "--devices", "8"], "report": ["--time-limit", "0"]}
+FEWER = {"frontier": ["--points", "3", "--devices", "4"], "report": ["--time-limit", "0"]}
 """Options after those that are shown, so that less is searched: tests/cli/test_frontier.py and test_report.py do."""
-FEWER_NODES = {"2x8xh100-80gb+4x8xa100-40gb": "1x8xh100-80gb+1x8xa100-40gb"}
-"""Smaller clusters for commands that plan for every part of a cluster."""
+SMALLER = {
+    "llama3-70b": "llama3.2-1b",
+    "llama3-405b": "llama3.2-1b",
+    "8x8xh100-80gb": "2x2xh100-80gb",
+    "4x8xa100-80gb": "2x2xa100-80gb",
+    "2x8xa100-80gb": "2x2xa100-80gb",
+    "2x8xh100-80gb+4x8xa100-40gb": "1x8xh100-80gb+1x8xa100-40gb",
+}
+"""Smaller models and clusters than those that are shown, which tests/model/test_read.py reads."""
 
 
 def commands(document: Path) -> list[list[str]]:
@@ -85,10 +92,9 @@ def reason_not_to_run(words: list[str]) -> str | None:
 
 
 def with_less(words: list[str]) -> list[str]:
-    """The words of a command, all that are shown, with fewer budgets, devices or nodes to search."""
-    if not set(FEWER_NODES).isdisjoint(words):
-        return [FEWER_NODES.get(word, word) for word in words]
-    return words + FEWER.get(words[0], [])
+    """The words of a command, all that are shown, for a smaller model or cluster or with less to search."""
+    smaller = [SMALLER.get(word, word) for word in words]
+    return smaller if smaller != words else words + FEWER.get(words[0], [])
 
 
 def problem_shown() -> str:

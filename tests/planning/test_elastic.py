@@ -35,7 +35,7 @@ def plan_of(job: Job, options: Decisions | None = None) -> Plan:
 
 @pytest.fixture(scope="module")
 def job() -> Job:
-    return job_on("4x8xh100-80gb")
+    return job_on("4x4xh100-80gb")
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +45,16 @@ def plan(job: Job) -> Plan:
 
 @pytest.mark.slow
 def test_all_devices_keep_the_plan(plan: Plan) -> None:
-    found = replan(plan, (8, 8, 8, 8), HERE)
+    found = replan(plan, (4, 4, 4, 4), HERE)
     assert found.plan is plan
-    assert found.taken == (8, 8, 8, 8)
+    assert found.taken == (4, 4, 4, 4)
     assert found.notice == ""
 
 
 @pytest.mark.slow
 def test_a_lost_node_gives_nearly_the_plan_that_the_whole_search_gives_on_what_is_left(plan: Plan) -> None:
-    found = replan(plan, (8, 8, 8), HERE).plan
-    alone = {count: plan_of(job_on(f"{count}x8xh100-80gb")) for count in (2, 3)}
+    found = replan(plan, (4, 4, 4), HERE).plan
+    alone = {count: plan_of(job_on(f"{count}x4xh100-80gb")) for count in (2, 3)}
     best = min(map(step_s, alone.values()))
     assert best <= step_s(found) <= best / 0.99
 
@@ -66,7 +66,7 @@ def step_s(plan: Plan) -> float:
 
 @pytest.mark.slow
 def test_what_is_left_trains_the_same_batch_and_length_in_the_same_memory(plan: Plan) -> None:
-    found = replan(plan, (8, 8), HERE).plan
+    found = replan(plan, (4, 4), HERE).plan
     assert (found.global_batch, found.seq_len, found.precision) == (plan.global_batch, plan.seq_len, plan.precision)
     assert found.prediction is not None
     assert plan.prediction is not None
@@ -77,8 +77,8 @@ def test_what_is_left_trains_the_same_batch_and_length_in_the_same_memory(plan: 
 @pytest.mark.parametrize(
     "hosts",
     [
-        (8, 7, 8, 8),
-        *(pytest.param(hosts, marks=pytest.mark.nightly) for hosts in ((7, 8, 8, 8), (8, 8, 1), (5,), (3, 8))),
+        (4, 3, 4, 4),
+        *(pytest.param(hosts, marks=pytest.mark.nightly) for hosts in ((3, 4, 4, 4), (4, 4, 1), (3,), (3, 4))),
     ],
 )
 def test_as_many_devices_take_part_as_the_plan_has(plan: Plan, hosts: Sequence[int]) -> None:
@@ -91,7 +91,7 @@ def test_as_many_devices_take_part_as_the_plan_has(plan: Plan, hosts: Sequence[i
 
 @pytest.mark.slow
 def test_more_devices_left_never_cost_time(job: Job) -> None:
-    times = [fastest_on(request_of(job), job, {"all": (8,) * count}) for count in (1, 2, 3, 4)]
+    times = [fastest_on(request_of(job), job, {"all": (4,) * count}) for count in (1, 2, 3, 4)]
     steps = [step_s(each[0]) for each in times if each is not None]
     assert len(steps) == len(times)
     assert steps == sorted(steps, reverse=True)
@@ -107,13 +107,13 @@ def test_fewer_devices_that_cannot_be_faster_are_not_searched(job: Job, monkeypa
 
     monkeypatch.setattr("steelyard.planning.variants.plan_job", counted)
     monkeypatch.setattr("steelyard.planning.elastic.MOST_S", 1000.0)
-    best = fastest_on(request_of(job), job, {"all": (8, 8)})
+    best = fastest_on(request_of(job), job, {"all": (4, 4)})
     assert best is not None
-    assert (best[1], searched) == ({"all": (2, 8)}, [16])
+    assert (best[1], searched) == ({"all": (2, 4)}, [8])
 
 
 def test_where_processes_share_cores_nothing_shows_without_a_search(job: Job) -> None:
-    shared = job.on(profile=job.profile.model_copy(update={"busy_speeds": (1.0,) * 32}))
+    shared = job.on(profile=job.profile.model_copy(update={"busy_speeds": (1.0,) * 16}))
     assert is_beaten(job, make_tables(job, Decisions()), 1e-6)
     assert not is_beaten(shared, make_tables(shared, Decisions()), 1e-6)
 
@@ -140,8 +140,8 @@ def test_no_part_of_the_devices_that_was_not_searched_has_a_faster_plan(num_devi
 
 @pytest.mark.slow
 def test_the_notice_says_what_the_loss_costs(plan: Plan) -> None:
-    notice = replan(plan, (8, 8, 8), HERE).notice
-    assert notice.startswith("32 → ")
+    notice = replan(plan, (4, 4, 4), HERE).notice
+    assert notice.startswith("16 → ")
     assert " devices, predicted " in notice
     assert " a step (" in notice
 
@@ -149,16 +149,16 @@ def test_the_notice_says_what_the_loss_costs(plan: Plan) -> None:
 @pytest.mark.slow
 def test_what_was_asked_is_kept_where_what_is_left_can_have_it(job: Job) -> None:
     asked = plan_of(job, Decisions(pins=("blocks 0-31: remat=full",)))
-    found = replan(asked, (8, 8), HERE)
+    found = replan(asked, (4, 4), HERE)
     assert {str(strategy.remat) for strategy in found.plan.strategies[1:33]} == {"full"}
     assert "given up" not in found.notice
 
 
 @pytest.mark.slow
 def test_what_was_asked_is_given_up_where_nothing_that_is_left_can_have_it(job: Job) -> None:
-    asked = plan_of(job, Decisions(num_stages=32))
-    assert asked.asked == Decisions(num_stages=32)
-    assert "given up: --stages 32" in replan(asked, (8, 8), HERE).notice
+    asked = plan_of(job, Decisions(num_stages=16))
+    assert asked.asked == Decisions(num_stages=16)
+    assert "given up: --stages 16" in replan(asked, (4, 4), HERE).notice
 
 
 @pytest.mark.slow
@@ -185,11 +185,11 @@ def test_what_a_run_waits_for_is_not_searched_to_the_end(plan: Plan, monkeypatch
         return plan_job(*arguments, to_the_end=to_the_end, **options)
 
     monkeypatch.setattr("steelyard.planning.variants.plan_job", noted)
-    replan(plan, (8, 8), HERE)
+    replan(plan, (4, 4), HERE)
     assert set(ends) == {False}
 
 
-POOLS = ("2x4xh100-80gb", "2x4xa100-80gb")
+POOLS = ("2x2xh100-80gb", "2x2xa100-80gb")
 
 
 @pytest.fixture(scope="module")
@@ -202,29 +202,29 @@ def pooled() -> Plan:
 @pytest.mark.slow
 def test_hosts_of_all_pools_keep_the_plan_and_come_in_its_order(pooled: Plan) -> None:
     first, second = pooled.cluster.split("+")
-    found = replan(pooled, (4, 4, 4, 4), HERE, (second, first, second, first))
+    found = replan(pooled, (2, 2, 2, 2), HERE, (second, first, second, first))
     assert found.plan is pooled
-    assert found.taken == (4, 4, 4, 4)
+    assert found.taken == (2, 2, 2, 2)
     assert found.order == (1, 3, 0, 2)
 
 
 @pytest.mark.slow
 def test_a_lost_node_of_a_pool_gives_nearly_the_plan_of_the_whole_search_over_what_is_left(pooled: Plan) -> None:
-    found = replan(pooled, (4, 4, 4), HERE, (POOLS[1], POOLS[0], POOLS[0]))
-    searched = find_plan("llama3-8b", f"{POOLS[0]}+1x4xa100-80gb", global_batch=BATCH, seq_len=4096)
-    assert set(found.plan.cluster.split("+")) == {POOLS[0], "1x4xa100-80gb"}
+    found = replan(pooled, (2, 2, 2), HERE, (POOLS[1], POOLS[0], POOLS[0]))
+    searched = find_plan("llama3-8b", f"{POOLS[0]}+1x2xa100-80gb", global_batch=BATCH, seq_len=4096)
+    assert set(found.plan.cluster.split("+")) == {POOLS[0], "1x2xa100-80gb"}
     assert step_s(searched) <= step_s(found.plan) <= step_s(searched) / 0.99
     assert sum(found.taken) == found.plan.num_devices
-    places = [("1x4xa100-80gb", POOLS[0])[place > 0] for place in found.order if found.taken[place]]
+    places = [("1x2xa100-80gb", POOLS[0])[place > 0] for place in found.order if found.taken[place]]
     assert list(dict.fromkeys(places)) == found.plan.cluster.split("+")
 
 
 @pytest.mark.slow
 def test_a_pool_without_hosts_leaves_a_plan_on_the_other(pooled: Plan) -> None:
-    found = replan(pooled, (4, 4), HERE, (POOLS[0], POOLS[0]))
+    found = replan(pooled, (2, 2), HERE, (POOLS[0], POOLS[0]))
     assert found.plan.cluster == POOLS[0]
-    assert found.taken == (4, 4)
-    assert found.notice.startswith("16 → 8 devices, predicted ")
+    assert found.taken == (2, 2)
+    assert found.notice.startswith("8 → 4 devices, predicted ")
 
 
 @pytest.mark.slow
@@ -241,13 +241,13 @@ def test_hosts_of_a_pool_that_the_new_plan_leaves_out_are_spare() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pools", [(), ("", POOLS[0]), (POOLS[0], "2x4xh200")])
+@pytest.mark.parametrize("pools", [(), ("", POOLS[0]), (POOLS[0], "2x2xh200")])
 def test_a_host_of_no_pool_of_the_plan_is_refused(pooled: Plan, pools: Sequence[str]) -> None:
     with pytest.raises(UserError, match=r"--pool: found .*\n +expected: the device group of this host"):
-        replan(pooled, (8, 8), HERE, pools)
+        replan(pooled, (2, 2), HERE, pools)
 
 
 @pytest.mark.slow
 def test_a_pool_is_refused_where_the_plan_has_none(plan: Plan) -> None:
     with pytest.raises(UserError, match="expected: a plan over pools"):
-        replan(plan, (8, 8, 8, 8), HERE, (POOLS[0],) * 4)
+        replan(plan, (4, 4, 4, 4), HERE, (POOLS[0],) * 4)
