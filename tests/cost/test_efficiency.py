@@ -1,9 +1,12 @@
 """Tests of which rates are fitted and which are assumed, and that both are reported."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steelyard.cost.compute import CACHE_BYTES_PER_S, work_s
 from steelyard.cost.efficiency import SAME_FOR_EVERY_SHAPE, STAND_IN, catalogue_rates, efficiency_of
 from steelyard.hardware import devices
 from steelyard.profiles.profile import Affine, Work
@@ -53,6 +56,35 @@ def test_a_traced_job_says_which_rates_its_times_rest_on() -> None:
 
 def test_a_job_with_rates_of_its_own_names_no_entry() -> None:
     assert job().on(rates=efficiency_of("h100-80gb", "")).cost_source().rates is None
+
+
+MIB = 2**20
+
+
+def moved_s(per_sample: float, cache_bytes: float | None, *, constant: float = 0.0) -> float:
+    """Seconds of ten kernels that only move bytes, on a device whose memory moves 1 TB/s."""
+    whole = job()
+    (group,) = whole.cluster.groups
+    device = replace(group.device, cache_bytes=cache_bytes)
+    cached = whole.on(cluster=replace(whole.cluster, groups=(replace(group, device=device),)))
+    nothing, moved = Affine(), Affine(constant=constant, per_sample=per_sample)
+    work = Work(matmul_flop=nothing, attention_flop=nothing, matmul_bytes=nothing, memory_bytes=moved, num_kernels=10)
+    return float(work_s(work, 1, cached)) - 10 * cached.efficiency.ramp_s
+
+
+def test_activations_far_smaller_than_the_cache_move_at_its_rate() -> None:
+    assert moved_s(1e4, 1e12) == pytest.approx(moved_s(1e4, None) * 1e12 / CACHE_BYTES_PER_S)
+
+
+def test_weights_and_activations_as_large_as_the_cache_move_at_the_memorys_rate() -> None:
+    assert moved_s(0.0, 40 * MIB, constant=1e6) == pytest.approx(moved_s(1e6, None))
+    assert moved_s(400 * MIB, 40 * MIB) == pytest.approx(moved_s(400 * MIB, None))
+
+
+@given(st.floats(1e3, 1e10), st.floats(1, 2), st.floats(1e6, 1e9))
+def test_more_activations_take_longer_and_a_larger_cache_never_does(moved: float, more: float, size: float) -> None:
+    assert moved_s(moved * more, size) >= moved_s(moved, size) * (1 - 1e-9)
+    assert moved_s(moved, size * more) <= moved_s(moved, size) * (1 + 1e-9)
 
 
 FLASH = AttentionCall(heads=8, head_dim=128, queries=4096, keys=4096, is_causal=True)

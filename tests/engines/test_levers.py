@@ -231,10 +231,12 @@ def test_adapters_in_fp32_save_what_is_traced_of_them(levers: str) -> None:
 
     request = make_request(TINY, "1x1xa100-40gb", global_batch=2, seq_len=32, levers={"train": levers})
     execution = Execution(adapters="fp32")
-    traced = [
-        max(each.saved_bytes.at(2) for each in job_of(asked).profile.layers if each.kind.startswith("block"))
+    blocks = [
+        max(found, key=lambda each: each.saved_bytes.at(2))
         for asked in (request, replace(request, engine=replace(ENGINES["native"], execution=execution)))
+        if (found := [each for each in job_of(asked).profile.layers if each.kind.startswith("block")])
     ]
+    traced = [each.saved_bytes.at(2) for each in blocks]
     config = {
         "lora": lora_of("all-linear"),
         "miss": MissConfig(r=4, target_modules=["q_proj", "down_proj"]),
@@ -243,6 +245,11 @@ def test_adapters_in_fp32_save_what_is_traced_of_them(levers: str) -> None:
     more = saved_bytes(config, "fp32") - saved_bytes(config, "computed")
     assert traced[1] - traced[0] == more
     assert (more == 0) == (levers == "ln_tuning")  # which peft leaves in the type of the model
+    computed, in_fp32 = ([each.forward.fp32_flop.at(2), each.backward.fp32_flop.at(2)] for each in blocks)
+    assert computed == [0, 0]
+    if levers.startswith("lora"):
+        weights = blocks[1].num_params - blocks[1].frozen_params
+        assert in_fp32 == [2 * 2 * 32 * weights, 2 * 2 * 2 * 32 * weights]
 
 
 def total_bytes(engine: str, levers: dict[str, str], zero: int = 0) -> int:

@@ -1,7 +1,7 @@
 r"""Seconds of a layer's computation on one device: measured if the profile has times, else from a roofline.
 
-$$t = \sigma \Big(\frac{F_m}{e_m P} + c\,\frac{b_m}{W} + \frac{F_a}{e_a P} + \frac{b}{e_b W} + n\,\rho\Big),
-\qquad \sigma = 1 + g \log_2(\text{nodes})$$
+$$t = \sigma \Big(\frac{F_m}{e_m P} + c\,\frac{b_m}{W} + \frac{F_a}{e_a P} + \frac{b - b_c}{e_b W} + \frac{b_c}{e_b V}
++ n\,\rho\Big), \qquad \sigma = 1 + g \log_2(\text{nodes}), \qquad b_c = b_s \max\big(0, 1 - \frac{b_s}{n\,C}\big)$$
 
 The host, which launches kernels and collectives one by one, takes $n\,\ell + n_c\,\ell_c$. The time of the layer is the
 maximum of both.
@@ -10,10 +10,13 @@ maximum of both.
 |-----------------|-------------------------|-------|-------------------------------------------------------------|
 | $F_m, F_a$      | matmul, attention FLOP  | FLOP  | traced, of one rank and one microbatch; of attention        |
 |                 |                         |       | those that take as long at a usual shape (`AttentionShape`) |
-|                 |                         |       | of $F_m$ those of 8-bit operands, over their faster rate    |
+|                 |                         |       | of $F_m$ those of 8-bit and fp32 operands over their rates  |
 | $b_m$           | matmul bytes            | bytes | traced: operands and results of matmuls and attention       |
 | $b$             | memory-bound bytes      | bytes | traced: read and written outside matmul and attention       |
+| $b_s$           |                         | bytes | those that grow with the samples: activations, not weights  |
+| $b_c$           |                         | bytes | those in the cache: the kernel before has written them      |
 | $P, W$          | peak, memory bandwidth  | /s    | data sheet of the device                                    |
+| $C, V$          | cache, its bandwidth    | –, /s | bytes of the last cache; `CACHE_BYTES_PER_S`, or $W$        |
 | $e$             | `Efficiency`            | –     | fraction of the data sheet's rate that is reached           |
 | $c$             | `Efficiency.operands`   | –     | part of the operands' traffic that nothing hides            |
 | $n, \rho, \ell$ | kernels, ramp, launch   | –, s  | a kernel starts slowly; the host cannot launch faster       |
@@ -35,11 +38,15 @@ from steelyard.cost.job import Job
 from steelyard.levers import Effects
 from steelyard.precision import SCALES_LOSS
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Work
-from steelyard.units import Amount, at_each, hashable
+from steelyard.units import Amount, at_each, hashable, is_positive
 
 UNSCALING_BYTES = 8
 """Additional bytes per parameter with loss scaling: one kernel reads and writes the fp32 gradients and checks that they
 are finite. The all-reduce of one number by which the ranks agree is not counted."""
+
+CACHE_BYTES_PER_S = 5e12
+"""Bandwidth of the last cache of a GPU: about what read tests reach in the L2 of an H100 (Chips and Cheese, July 2023).
+Assumed for all GPUs, not fitted; kernels reach as large a fraction of it as of the memory's."""
 
 HOST_BYTES_PER_S = 100e9
 """Memory bandwidth of a node's CPUs during a parameter update: 28 bytes for each of 10 billion parameters in 2.57 s on
@@ -155,6 +162,22 @@ def moving_s(num_bytes: Amount, job: Job) -> Amount:
     return num_bytes / (job.efficiency.memory * job.cluster.device.known_memory_bytes_per_s())
 
 
+def _activations_moving_s(work: Work, samples: Amount, job: Job) -> Amount:
+    """Seconds of a layer's memory-bound kernels. Activations that the cache still has move at its bandwidth.
+
+    A kernel reads what the one before wrote; as its traffic, here that of the mean kernel, approaches the size of the
+    cache, less of it is still there.
+    """
+    device, num_bytes = job.cluster.device, work.memory_bytes.at(samples)
+    if device.cache_bytes is None:
+        return moving_s(num_bytes, job)
+    activations = num_bytes - work.memory_bytes.constant
+    part = 1 - activations / (max(1, work.num_kernels) * device.cache_bytes)
+    cached = activations * part * (part > 0)
+    share = device.known_memory_bytes_per_s() / max(CACHE_BYTES_PER_S, device.known_memory_bytes_per_s())
+    return moving_s(num_bytes - cached * (1 - share), job)
+
+
 def launch_s(work: Work, collectives: tuple[CollectiveCount, ...], job: Job) -> float:
     """Seconds of the host to launch these kernels and collectives one by one."""
     if not job.execution.eager_launch:
@@ -173,13 +196,14 @@ def work_s(work: Work, samples: Amount, job: Job) -> Amount:
     """Seconds of work on the device, without launching it."""
     peak, rate = job.peak_flop_per_s, job.efficiency
     memory_bytes_per_s = job.cluster.device.known_memory_bytes_per_s()
-    low = work.low_precision_flop.at(samples)
+    low, fp32 = work.low_precision_flop.at(samples), work.fp32_flop.at(samples)
     busy = (
-        (work.matmul_flop.at(samples) - low + low / job.low_precision_speedup)
+        (work.matmul_flop.at(samples) - low - fp32 + low / job.low_precision_speedup)
         / (rate.matmul * peak * job.linear_speedup)
+        + (fp32 / (rate.matmul * job.cluster.device.peak("fp32")) if is_positive(fp32) else 0.0)
         + rate.operands * work.matmul_bytes.at(samples) / memory_bytes_per_s
         + rate.attention_shape.flop(work, samples) / (rate.attention * peak)
-        + work.memory_bytes.at(samples) / (rate.memory * memory_bytes_per_s)
+        + _activations_moving_s(work, samples, job)
         + work.num_kernels * rate.ramp_s
     )
     return busy * (1 + rate.straggling * log2(job.cluster.num_nodes))

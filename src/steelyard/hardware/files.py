@@ -32,7 +32,7 @@ from steelyard.files import MOST_YAML_BYTES, read_packaged_yaml
 from steelyard.files import read_text as read_file
 from steelyard.hardware.values import USUAL_BACKENDS, Backend, Device, DeviceType, Link, MeasuredLink, Vendor
 from steelyard.limits import MOST_BYTES, MOST_DEVICES
-from steelyard.units import GB, GIB, TERA
+from steelyard.units import GB, GIB, MIB, TERA
 
 Positive = Annotated[FiniteFloat, Field(ge=1e-6, le=1e9)]
 Count = Annotated[StrictInt, Field(gt=0, le=MOST_DEVICES)]
@@ -140,8 +140,8 @@ class LinkRow(LinkSpec):
 class DeviceSpec(FileModel):
     """A device described in full. Without peaks it needs a measured profile.
 
-    ``kind``, ``vendor`` and ``host_GBps`` default to those of the catalogue device of this name. ``backend`` defaults
-    to that of the device type: nccl for gpu, gloo for cpu.
+    ``kind``, ``vendor``, ``host_GBps`` and ``cache_MiB`` default to those of the catalogue device of this name.
+    ``backend`` defaults to that of the device type: nccl for gpu, gloo for cpu.
     """
 
     name: str
@@ -152,6 +152,7 @@ class DeviceSpec(FileModel):
     memory_GB: Annotated[Positive, Field(le=MOST_BYTES / GB)] | None = None  # noqa: N815
     memory_bandwidth_GBps: Positive | None = None  # noqa: N815
     host_GBps: Positive | None = Field(default=None, exclude_if=lambda rate: rate is None)  # noqa: N815
+    cache_MiB: Positive | None = Field(default=None, exclude_if=lambda size: size is None)  # noqa: N815
     peak_TFLOPs: dict[DtypeName, Positive] = {}  # noqa: N815
     source: str = "cluster file"
     notes: str = ""
@@ -182,7 +183,7 @@ class DeviceSpec(FileModel):
             )
         memory = None if self.memory_GB is None else self.memory_GB * GB
         memory = memory if self.memory_GiB is None else self.memory_GiB * GIB
-        host = None if known is None else known.host_bytes_per_s
+        host, cache = (None, None) if known is None else (known.host_bytes_per_s, known.cache_bytes)
         return Device(
             name=self.name,
             type=device_type,
@@ -193,6 +194,7 @@ class DeviceSpec(FileModel):
             memory_bytes_per_s=None if self.memory_bandwidth_GBps is None else self.memory_bandwidth_GBps * GB,
             source=self.source,
             host_bytes_per_s=host if self.host_GBps is None else self.host_GBps * GB,
+            cache_bytes=cache if self.cache_MiB is None else self.cache_MiB * MIB,
             notes=self.notes,
         )
 

@@ -11,7 +11,7 @@ from steelyard.files import parse_yaml
 from steelyard.hardware import files
 from steelyard.hardware.values import Cluster, Device, Link, NodeGroup, joined_pools
 from steelyard.limits import MOST_DEVICES
-from steelyard.units import GB, GIB, TERA
+from steelyard.units import GB, GIB, MIB, TERA
 
 FULL_NODE = 8
 """Devices of a fully populated node."""
@@ -173,6 +173,7 @@ def cluster_file(cluster: Cluster) -> files.ClusterFile | files.PoolsFile:
 def _spec(device: Device) -> files.DeviceSpec:
     memory, rate, known = device.memory_bytes, device.memory_bytes_per_s, files.known_device(device.name)
     host = None if known and known.host_bytes_per_s == device.host_bytes_per_s else device.host_bytes_per_s
+    cache = None if known and known.cache_bytes == device.cache_bytes else device.cache_bytes
     return files.DeviceSpec.model_validate(
         {
             "name": device.name,
@@ -182,6 +183,7 @@ def _spec(device: Device) -> files.DeviceSpec:
             "memory_GiB": None if memory is None else memory / GIB,
             "memory_bandwidth_GBps": None if rate is None else rate / GB,
             "host_GBps": host and host / GB,
+            "cache_MiB": cache and cache / MIB,
             "peak_TFLOPs": {dtype: peak / TERA for dtype, peak in device.peak_flop_per_s.items()},
             "source": device.source,
             "notes": device.notes,

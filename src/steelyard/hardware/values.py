@@ -56,7 +56,8 @@ class Device:
     the device has them). ``fp32`` is the true fp32 rate, which torch uses by default; ``tf32`` must be enabled.
     Empty for a device that only a profile can describe. ``memory_bytes_per_s``: peak bandwidth of the device memory, or
     None. ``host_bytes_per_s``: bandwidth of copies from or to pinned host memory; None if unknown, and for a cpu, whose
-    memory is the host's.
+    memory is the host's. ``cache_bytes``: size of the last cache before the device memory; None if unknown, where all
+    bytes count as the memory's.
     ``source``: address of the data sheet. Raises `InvalidClusterError` if a number is not positive and finite, or if
     the backend does not match the device type.
     """
@@ -70,6 +71,7 @@ class Device:
     source: str
     vendor: Vendor | None = None
     host_bytes_per_s: float | None = None
+    cache_bytes: float | None = None
     notes: str = ""
 
     def __post_init__(self) -> None:
@@ -85,7 +87,7 @@ class Device:
             _require_positive(f"device {self.name!r}: peak_flop_per_s[{dtype!r}]", rate)
         if self.memory_bytes is not None:
             _require_positive(f"device {self.name!r}: memory_bytes", self.memory_bytes, MOST_BYTES)
-        for field_name in ("memory_bytes_per_s", "host_bytes_per_s"):
+        for field_name in ("memory_bytes_per_s", "host_bytes_per_s", "cache_bytes"):
             if (rate := getattr(self, field_name)) is not None:
                 _require_positive(f"device {self.name!r}: {field_name}", rate)
 

@@ -44,14 +44,16 @@ class Work(FilePart):
 
     ``matmul_flop`` and ``attention_flop`` run on the matrix units. ``matmul_bytes`` are read and written by matmuls and
     attention, ``memory_bytes`` by all other operations. ``num_kernels`` counts kernel launches.
-    ``low_precision_flop`` is the part of ``matmul_flop`` with 8-bit operands, ``expert_weight_bytes`` the part of
-    ``matmul_bytes`` that is weights of routed experts or their gradients, and ``expert_kernels`` the part of
-    ``num_kernels`` that is launched separately for each of a rank's experts. ``products`` and ``attention`` are the
+    ``low_precision_flop`` is the part of ``matmul_flop`` with 8-bit operands, ``fp32_flop`` that of fp32 adapters in a
+    layer that computes in 16 bits, ``expert_weight_bytes`` the part of ``matmul_bytes`` that is weights of routed
+    experts or their gradients, and ``expert_kernels`` the part of ``num_kernels`` that is launched separately for each
+    of a rank's experts. ``products`` and ``attention`` are the
     shapes of matmuls and attention; convolutions and profiles from before shapes were recorded have none.
     """
 
     matmul_flop: Affine
     low_precision_flop: Affine = Field(default=Affine(), exclude_if=lambda line: line == Affine())
+    fp32_flop: Affine = Field(default=Affine(), exclude_if=lambda line: line == Affine())
     attention_flop: Affine
     matmul_bytes: Affine
     expert_weight_bytes: float = 0.0

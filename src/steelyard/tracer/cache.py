@@ -240,5 +240,5 @@ def _key(
         entries |= {name: part.model_dump_json()} if part else {}
     if chain.changes:
         entries |= {"changes": list(map(str, chain.changes)), "peft": installed_version("peft")}
-        entries |= {"adapters": "fp32"} if fp32_adapters else {}
+        entries |= {"adapters": "fp32, with their FLOP"} if fp32_adapters else {}
     return digest(entries)

@@ -54,6 +54,8 @@ class OpCounts:
     matmul_flop: float = 0.0
     low_precision_flop: float = 0.0
     """Part of `matmul_flop` in products of 8-bit operands."""
+    fp32_flop: float = 0.0
+    """Part of `matmul_flop` in products of fp32 operands."""
     attention_flop: float = 0.0
     matmul_bytes: float = 0.0
     expert_weight_bytes: float = 0.0
@@ -223,6 +225,7 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
             expert_weight_bytes=of_experts,
             matmul_flop=flop,
             low_precision_flop=flop if packet is aten._scaled_mm else 0,
+            fp32_flop=flop if isinstance(out, Tensor) and out.dtype is torch.float32 else 0,
             square_flop=flop if packet in _BATCHED_PRODUCTS else 0,
             products=list(_seen_products(packet, args, out)),
         )

@@ -169,6 +169,9 @@ def _layer_profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
     def line(value: Callable[[CountedLayer], float]) -> Affine:
         return _line(value(few.plain), value(many.plain))
 
+    def work(few: OpCounts, many: OpCounts) -> Work:
+        return _work(few, many, (*_SUMS, "fp32_flop") if traced.fp32_adapters else _SUMS)
+
     def repeated_bytes(counts: OpCounts) -> float:
         """Bytes of keys and values that a masked kernel reads beyond those made: one copy for every query head."""
         query_bytes = (counts.attention_bytes - counts.key_value_bytes) / 2
@@ -178,8 +181,8 @@ def _layer_profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
         kind=layer_type.name,
         degrees=dict(traced.strategy.shape),
         **few.held,
-        forward=_work(few.plain.forward, many.plain.forward),
-        backward=_work(few.plain.backward, many.plain.backward),
+        forward=work(few.plain.forward, many.plain.forward),
+        backward=work(few.plain.backward, many.plain.backward),
         forward_collectives=_collectives(few.plain.forward, many.plain.forward),
         backward_collectives=_collectives(few.plain.backward, many.plain.backward),
         saved_bytes=line(lambda of: of.saved_bytes),
@@ -194,7 +197,7 @@ def _layer_profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
         recomputations=tuple(
             Recomputation(
                 remat="full" if remat is Remat.FULL else "selective",
-                work=_work(one.work, many.recomputed[remat].work),
+                work=work(one.work, many.recomputed[remat].work),
                 collectives=_collectives(one.work, many.recomputed[remat].work),
                 **_lines(one, many.recomputed[remat], _RECOMPUTED),
             )
@@ -216,9 +219,9 @@ def _lines(few: object, many: object, names: Iterable[str]) -> dict[str, Any]:
     return {name: _line(getattr(few, name), getattr(many, name)) for name in names}
 
 
-def _work(few: OpCounts, many: OpCounts) -> Work:
+def _work(few: OpCounts, many: OpCounts, sums: Sequence[str]) -> Work:
     return Work(
-        **_lines(few, many, _SUMS),
+        **_lines(few, many, sums),
         expert_weight_bytes=few.expert_weight_bytes,
         num_kernels=few.num_kernels,
         products=folded_products(few.products, many.products, samples=SIZES),
