@@ -171,7 +171,9 @@ def test_tp_pays_its_two_all_reduces_in_each_direction() -> None:
 
 def test_a_layer_too_small_for_the_host_takes_as_long_as_its_launches() -> None:
     where = config(job(global_batch=8))
-    assert sum(block("dp8", where).forward_s.values()) == pytest.approx(20 * where.job.efficiency.traced_launch_s)
+    cost, rates = block("dp8", where), where.job.efficiency
+    assert sum(cost.forward_s.values()) == pytest.approx(20 * rates.traced_launch_s)
+    assert sum(cost.backward_s.values()) == pytest.approx(20 * rates.traced_backward_launch_s)
 
 
 def test_a_framework_that_does_not_launch_one_by_one_never_waits_for_the_host() -> None:

@@ -92,7 +92,7 @@ def _compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime
         backward_s=work_s(layer.backward, samples, job),
         includes_shape=False,
         forward_launch_s=launch_s(layer.forward, layer.forward_collectives, job),
-        backward_launch_s=launch_s(layer.backward, layer.backward_collectives, job),
+        backward_launch_s=launch_s(layer.backward, layer.backward_collectives, job, is_backward=True),
     )
 
 
@@ -172,18 +172,19 @@ def _activations_moving_s(work: Work, samples: Amount, job: Job) -> Amount:
     if device.cache_bytes is None:
         return moving_s(num_bytes, job)
     activations = num_bytes - work.memory_bytes.constant
-    part = 1 - activations / (max(1, work.num_kernels) * device.cache_bytes)
-    cached = activations * part * (part > 0)
+    of_cache = activations / (max(1, work.num_kernels) * device.cache_bytes)
+    cached = activations * at_each(1 - of_cache, lambda part: max(0.0, part))
     share = device.known_memory_bytes_per_s() / max(CACHE_BYTES_PER_S, device.known_memory_bytes_per_s())
     return moving_s(num_bytes - cached * (1 - share), job)
 
 
-def launch_s(work: Work, collectives: tuple[CollectiveCount, ...], job: Job) -> float:
-    """Seconds of the host to launch these kernels and collectives one by one."""
+def launch_s(work: Work, collectives: tuple[CollectiveCount, ...], job: Job, *, is_backward: bool = False) -> float:
+    """Seconds of the host to launch these kernels and collectives one by one, in Python or from a backward pass."""
     if not job.execution.eager_launch:
         return 0.0
     rate = job.efficiency
-    kernel_s = rate.traced_launch_s if job.execution.kernels is None else rate.launch_s
+    traced_s = rate.traced_backward_launch_s if is_backward else rate.traced_launch_s
+    kernel_s = traced_s if job.execution.kernels is None else rate.launch_s
     return work.num_kernels * kernel_s + sum(each.count for each in collectives) * rate.collective_launch_s
 
 

@@ -92,6 +92,8 @@ class Efficiency:
     """Host seconds to launch a kernel of a decoder's closed form (`steelyard.cost.decoder`)."""
     traced_launch_s: float
     """Host seconds to launch a kernel of a trace, which has more kernels for the same layer."""
+    traced_backward_launch_s: float
+    """Host seconds to launch a kernel of a traced backward pass, where autograd runs without Python."""
     collective_launch_s: float
     """Host seconds to launch a collective."""
     links: LinkEfficiency
@@ -138,6 +140,7 @@ class _EfficiencyFile(_Part):
     ramp_us: float = Field(ge=0)
     launch_us: float = Field(ge=0)
     traced_launch_us: float = Field(ge=0)
+    traced_backward_launch_us: float = Field(ge=0)
     collective_launch_us: float = Field(ge=0)
     jitter_us: float = Field(ge=0)
     intra: float = Field(gt=0, le=1)
@@ -171,6 +174,7 @@ def efficiency_of(device_name: str, network: str) -> Efficiency:
         ramp_s=file.ramp_us * 1e-6,
         launch_s=file.launch_us * 1e-6,
         traced_launch_s=file.traced_launch_us * 1e-6,
+        traced_backward_launch_s=file.traced_backward_launch_us * 1e-6,
         collective_launch_s=file.collective_launch_us * 1e-6,
         links=LinkEfficiency(
             intra=file.intra,

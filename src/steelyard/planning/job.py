@@ -222,6 +222,7 @@ def slowed(rates: Efficiency, factor: float) -> Efficiency:
         ramp_s=rates.ramp_s * factor,
         launch_s=rates.launch_s * factor,
         traced_launch_s=rates.traced_launch_s * factor,
+        traced_backward_launch_s=rates.traced_backward_launch_s * factor,
     )
 
 
