@@ -80,7 +80,7 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
     offered: dict[int, tuple[Strategy, ...]] = {}
     computed_s: dict[tuple[int, int], float] = {}
     configs, found = pipeline_configs(job, decisions), []
-    if not configs:
+    if not configs and job.engine.capabilities.mixes_layers:  # others refuse decisions in words of their own
         raise no_pipeline(job, decisions)
     pins = _pins_of(job, decisions)
     known = KnownCosts([config.pipeline.num_microbatches for config in configs])
