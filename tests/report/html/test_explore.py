@@ -68,7 +68,8 @@ def test_the_page_is_one_file_without_markup_of_its_data_and_without_addresses()
     page = explore_page(explored())
     assert "<script>alert" not in page
     packed = page.split('id="data">')[1].split("<")[0]
-    plans = json.loads(zlib.decompress(base64.b64decode(packed)))["plans"]
+    data = zlib.decompress(base64.b64decode(packed)).decode()
+    page, plans = page.replace(packed, data), json.loads(data)["plans"]  # base64 may hold // by chance
     assert len(plans) == 2
     assert all(each["html"].startswith("<section") and "<script" not in each["html"] for each in plans)
     assert re.findall(r"(?:https?:)?//[a-z]", page) == []
