@@ -61,7 +61,7 @@ def test_the_report_warns(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_mfu_says_how_it_counts_attention(folder: Path) -> None:
-    assert "(causal attention)" in (folder / "printed.txt").read_text()
+    assert "counts causal attention" in (folder / "printed.txt").read_text()
     assert json.loads((folder / "plan.json").read_text())["prediction"]["mfu_attention"] == "causal"
 
 

@@ -487,7 +487,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 def answer_lines(plan: Plan, *, everything: bool = False) -> Iterator[tuple[str, str]]:
     """Yield what is decided and predicted in lines, each after its label, which is empty for the first.
 
-    The source of the costs is left out if it is the usual one and not ``everything`` is asked for.
+    The source of the costs, if it is the usual one, and how MFU is counted are left out unless ``everything`` is asked
+    for.
     """
     yield "", decision(plan)
     yield "Plan", pipeline_text(plan)
@@ -497,6 +498,7 @@ def answer_lines(plan: Plan, *, everything: bool = False) -> Iterator[tuple[str,
         taken, budget = prediction.stages[fullest].total_bytes, prediction.stage_budgets()[fullest]
         where = f" (stage {fullest})" if plan.num_stages > 1 else ""
         free = f"; {prediction.margin_text}" if prediction.margin_text else ""
+        counts_mfu = prediction.mfu is not None and prediction.mfu_attention
         is_assumed = source.rates is not None and source.rates.is_assumed
         is_unusual = source.is_measured or source.time_factor != 1.0 or is_assumed  # not traced at fitted rates
         lines = {
@@ -504,6 +506,7 @@ def answer_lines(plan: Plan, *, everything: bool = False) -> Iterator[tuple[str,
             "Memory": f"{format_bytes(taken)} of {format_bytes(budget)} on the fullest device{where}{free}",
             "Host": str(prediction.host or ""),
             "Accuracy": prediction.accuracy,
+            "MFU": f"counts {prediction.mfu_attention} attention" if counts_mfu and everything else "",
             "Search": str(prediction.certificate),
             "Order": prediction.order_line,
             "Groups": simplicity_line(plan.num_groups, plan.num_stages, prediction),
