@@ -47,8 +47,8 @@ class Work(FilePart):
     ``low_precision_flop`` is the part of ``matmul_flop`` with 8-bit operands, ``fp32_flop`` that of fp32 adapters in a
     layer that computes in 16 bits, ``expert_weight_bytes`` the part of ``matmul_bytes`` that is weights of routed
     experts or their gradients, and ``expert_kernels`` the part of ``num_kernels`` that is launched separately for each
-    of a rank's experts. ``products`` and ``attention`` are the
-    shapes of matmuls and attention; convolutions and profiles from before shapes were recorded have none.
+    of a rank's experts. ``products`` and ``attention`` are the shapes of matmuls and attention; convolutions and
+    profiles from before shapes were recorded have none.
     """
 
     matmul_flop: Affine
