@@ -242,16 +242,21 @@ def of_engines(spread: Spread, found: Found, errors: Errors, timed: Sequence[Tim
 
 
 def with_adapters() -> dict[str, Array]:
-    """Errors of open measurements of adapters that ran, as their engine runs them."""
+    """Errors of open measurements of adapters that ran, as their engine runs them.
+
+    Rows of a source with equal measured and predicted times are one measurement that several of its tables show.
+    """
     others = ("", "full", *PROMPTS)
     rows = [row for row in read_rows() if row.text("method") not in others and row.text("status") == "ok"]
-    found: dict[str, list[float]] = defaultdict(list)
+    found: dict[str, set[tuple[float, float]]] = defaultdict(set)
     with ProcessPoolExecutor() as pool:
         for each in pool.map(forecast, rows, chunksize=ROWS_AT_ONCE):
             times = figures(each).get("time") if isinstance(each, LeverForecast) else None
             if times is not None:
-                found[each.row.source].append(float(np.log(times[1] / times[0])))
-    return {source: np.array(errors) for source, errors in found.items()}
+                found[each.row.source].add(times)
+    return {
+        source: np.array([np.log(there / ours) for ours, there in sorted(times)]) for source, times in found.items()
+    }
 
 
 def scaled_by_one(timed: Iterable[Timed]) -> dict[str, Array]:
