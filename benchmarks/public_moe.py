@@ -164,7 +164,7 @@ _MIXTRAL = {
     "num_stages": 8,
     "sparse": "dp8-tp2+sp ep4",
     "others": "dp8-tp2+sp",
-    "execution": Execution(states=replace(MIXED_18, zero=1), kernels=FUSED, linear_speedup=TE_SPEEDUP),
+    "execution": Execution(states=replace(MIXED_18, zero=1), kernels=FUSED, tuned_linear_speedup=TE_SPEEDUP),
 }
 _MIXTRAL_FLOP = 12 * 56 * 6144**2 * (1 + 8 / 48 + 4096 / 6144 + 3 * 16384 / 6144 + 32000 / (2 * 56 * 6144))
 """FLOP of a token as Megatron-LM counts them (`num_floating_point_operations`), the whole square of attention."""

@@ -93,11 +93,8 @@ _MPT = replace(EAGER, loss=True, loss_bytes=(4, 2))
 _AA_SCALING = replace(EAGER, norm_bytes=20, loss_bytes=(22, 4), gathers_logits=True, keeps_gathered=True)
 """The last stage gathers the logits and computes the loss in fp32; norms keep their input and result in fp32. With
 sequence parallelism linear layers keep the gathered input (core/nn/linear/column_parallel_linear.py)."""
-_NANOTRON_KERNELS = replace(
-    EAGER, norm=True, rotary=True, loss=True, copies=12, keeps_gathered=True, loss_outlives=True
-)
-"""Of each block's launches 12 are copies of q, k and v and sums of the mask. The loss makes two fp32 copies of the
-logits while those of the microbatch before are still alive (models/llama.py, tensor_parallel/functional.py, 2025)."""
+_NANOTRON_KERNELS = replace(EAGER, norm=True, rotary=True, loss=True, copies=12, keeps_gathered=True)
+"""Of each block's launches 12 are copies of q, k and v and sums of the mask."""
 
 _DEEPSPEED = Execution(
     kernels=_CLASSIC,
@@ -237,8 +234,7 @@ def workspace_bytes(run: PublishedRun, framework: Framework) -> int:
     and under deterministic algorithms (``:4096:8``), 8 MiB before. Transformer Engine adds 32 MiB since Hopper, 4 MiB
     before.
     """
-    kernels = framework.execution.kernels
-    if not framework.has_te and not (kernels and kernels.mask_bytes > 1):
+    if not framework.has_te and not run.text("framework").startswith("Megatron-Core"):
         return 0
     is_old = run.text("gpu") in _BEFORE_HOPPER
     of_torch = 8 * MIB if is_old and "deterministic" not in run.text("attention") else 32 * MIB
@@ -270,7 +266,8 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
         kernels = replace(kernels, attention="eager")
     elif attention == "fused" or attention.startswith(("unfused", "local (mcore)")) or "backend unfused" in attention:
         kernels = replace(kernels, attention="fused softmax")
-    if kernels.loss_outlives and run.count("grad_accum") != 1:
+    if run.text("framework") == "nanotron" and run.count("grad_accum") != 1:
+        # two fp32 copies of logits beside those of the microbatch before (tensor_parallel/functional.py, 2025)
         peak, kept = kernels.loss_bytes
         kernels = replace(kernels, loss_bytes=(peak + kept, kept))
     if run.text("framework").startswith("Megatron-Core"):
@@ -341,10 +338,13 @@ def levers_of(run: PublishedRun) -> Levers:
 
 
 def precision_of(run: PublishedRun) -> Precision:
-    """The precision of linear layers; fp16 is a matter of the engine's rates alone."""
+    """The precision of linear layers; V100s have no bf16."""
+    precision = run.text("precision").lower()
     if levers_of(run).effects.low_precision:
         return "bf16"
-    return "fp8" if any(name in run.text("precision").lower() for name in ("fp8", "fp4")) else "bf16"
+    if precision.startswith("fp16") or "v100" in run.text("gpu").lower():
+        return "fp16"
+    return "nvfp4" if "fp4" in precision else "fp8" if "fp8" in precision else "bf16"
 
 
 def _megatron_core_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
@@ -356,7 +356,6 @@ def _megatron_core_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
         norm="no persistent layer norm" not in run.text("options"),
         loss_bytes=(peak + more, kept + more),
         dropout=run.text("mlp_type") == "gelu",
-        mask_bytes=2,
     )
 
 
@@ -418,10 +417,6 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     execution = replace(execution, kernels=kernels, dispatcher=_dispatcher(run, execution))
     if "fp8 parameters" in precision:
         execution = replace(execution, low_copies=0)  # the parameters are those copies
-    if "fp4" in precision:
-        execution = replace(execution, linear_speedup=2.0)  # of fp4 as of fp8, with twice the ratio
-    if precision.startswith("fp16") or "v100" in run.text("gpu").lower():
-        execution = replace(execution, matmul_dtype="fp16")
     if "pure" in precision:
         execution = replace(execution, reduce_bytes=2)
     if "bf16optimizer" in precision:

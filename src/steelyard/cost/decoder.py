@@ -554,11 +554,7 @@ class _Local:
 
     def _saved_per_token(self) -> float:
         h, kernels = self.shape.hidden, self.kernels
-        entering = (
-            self.sigma
-            * h
-            * ((4 if kernels.norm else kernels.norm_bytes) + (2 * kernels.mask_bytes if kernels.dropout else 0))
-        )
+        entering = self.sigma * h * ((4 if kernels.norm else kernels.norm_bytes) + (4 if kernels.dropout else 0))
         attention = 4 * self.q + 4 * self.k + self._scores_saved_per_token()
         if self.shape.head_norms:
             attention += (2 if kernels.norm else 6) * (self.q + self.k)

@@ -29,17 +29,16 @@ class Kernels:
     ``attention``: a flash kernel, matmuls around a fused softmax, or eager operations. ``selective``: scope of
     selective remat: these modules (Megatron), all except attention and every second matmul (torchtitan), or all except
     attention and every matmul that is not grouped (graph_trainer, an experiment of torchtitan).
+    ``dropout``: whether there is dropout, whose masks after attention and the feed-forward part take 2 bytes an entry.
     ``full``: scope of full remat: the whole block, or the block up to the last tensor that its backward pass needs, if
     torch's non-reentrant checkpoint stops early (the last matmul is then not recomputed).
     ``norm_bytes``: bytes that two norms without a kernel keep per entry of the hidden state, besides the results.
-    ``mask_bytes``: bytes per entry of the dropout masks after attention and after the feed-forward part.
     ``copies``: kernels of a block that only copy or make masks. ``keeps_gathered``: whether sequence parallelism keeps
     the gathered tensor until the backward pass instead of its own part. ``activation_bytes``: bytes per entry of the
     inputs that a gated activation in one kernel keeps; 1 if it keeps them in 8 bits. ``loss_bytes``: bytes of the loss
     at its peak, and of these until the backward pass, per token and entry of the vocabulary on a rank, or of all
-    entries if ``gathers_logits``; ``loss_outlives``: whether the latter are still held during the next microbatch's
-    loss. ``loss_pieces``: parts of a sequence whose logits, loss and gradients are computed one after another; with
-    several parts only fp32 gradients of the hidden state stay until the backward pass.
+    entries if ``gathers_logits``. ``loss_pieces``: parts of a sequence whose logits, loss and gradients are computed
+    one after another; with several parts only fp32 gradients of the hidden state stay until the backward pass.
     ``of_each_expert``: kernels of the forward pass per local expert, in addition to those of all experts together.
     ``expert_copies``: tensors per pair of a token and an expert, as wide as the hidden state, that are kept besides the
     expert's input: its output and the copies left by permuting tokens. Seen in Megatron-Core's allocated bytes, for
@@ -53,7 +52,6 @@ class Kernels:
     loss: bool
     attention: Literal["flash", "fused softmax", "eager"]
     dropout: bool = False
-    mask_bytes: int = 1
     selective: tuple[Module, ...] | Literal["half of the matmuls", "no matmul"] = ("core_attn",)
     full: Literal["block", "until last needed"] = "block"
     norm_bytes: int = 14
@@ -62,7 +60,6 @@ class Kernels:
     activation_bytes: int = 2
     loss_bytes: tuple[int, int] = (12, 4)
     gathers_logits: bool = False
-    loss_outlives: bool = False
     loss_pieces: int = 1
     of_each_expert: int = 0
     expert_copies: int = 4
@@ -134,10 +131,6 @@ class StateBytes:
 class Execution:
     """Differences of a framework from this project's runtime."""
 
-    matmul_dtype: str | None = None
-    """Type that matmuls compute in if it is not the job's precision (fp16, fp8)."""
-    linear_speedup: float = 1.0
-    """Speedup of linear layers over the rate reached in ``matmul_dtype`` (fp8 with bf16 attention)."""
     tuned_linear_speedup: float = 1.0
     """Speedup of linear layers on devices that compute in fp8, for which the engine's kernels are tuned."""
     fp8_share: float = 0.93
@@ -177,6 +170,12 @@ class Execution:
     overlaps_transfers: Literal["never", "with chunks", "always"] = "always"
     """Schedules in which a stage computes during its transfer to another stage, instead of waiting for it: none,
     interleaved ones, or all."""
+    gathered_bytes: int = 0
+    """Bytes per parameter of a rank of the single tensor in which new parameters are gathered if the optimizer is
+    sharded; the rank's own part is copied as well."""
+    kept_transfers: int = 0
+    """Copies of the activation at a stage's boundaries that it keeps for every microbatch in flight, in addition to the
+    tensors saved for the backward pass, if the framework has its own state buffers."""
     shard_pieces: int = 1
     """Number of collectives per layer for gradients and parameters if the optimizer is sharded: 1, or the number of the
     layer's tensors."""
@@ -192,12 +191,6 @@ class Execution:
     step_shard_bytes: int = 0
     """Bytes per parameter of a rank's optimizer shard that exist only during the optimizer step: its gradients, copied
     together and converted to fp32, if the framework has its own state buffers."""
-    gathered_bytes: int = 0
-    """Bytes per parameter of a rank of the single tensor in which new parameters are gathered if the optimizer is
-    sharded; the rank's own part is copied as well."""
-    kept_transfers: int = 0
-    """Copies of the activation at a stage's boundaries that it keeps for every microbatch in flight, in addition to the
-    tensors saved for the backward pass, if the framework has its own state buffers."""
     buffers_every_microbatch: bool = False
     """Whether a stage has a receive buffer for every microbatch of a step, and keeps sent tensors until the schedule
     waits for them, as the stages of `torch.distributed.pipelining` do."""
