@@ -17,8 +17,8 @@ from published_runs.rows import PublishedRun
 from steelyard.cost.decoder import DecoderShape, Latent, decoder_layer
 from steelyard.cost.decoder_experts import Experts
 from steelyard.cost.efficiency import Efficiency
-from steelyard.cost.job import DeviceGroup, Job
-from steelyard.cost.kernels import kernels_of, tuned_over_experts
+from steelyard.cost.job import DeviceGroup, Job, tuned_over_experts
+from steelyard.cost.kernels import kernels_of
 from steelyard.engines.execution import Kernels
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError

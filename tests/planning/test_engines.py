@@ -202,6 +202,9 @@ def test_linear_layers_in_fewer_bits_are_priced_where_engine_and_device_have_the
     )
     speeds = {each: replace(other, precision=each).linear_speedup for each in ("nvfp4", "fp8")}  # type: ignore[arg-type]
     assert speeds["nvfp4"] == 2 * speeds["fp8"]  # not the 3 of the data sheet
+    alone = replace(other.cluster.device, peak_flop_per_s={"bf16": 1e15, "nvfp4": 4e15})
+    machines = replace(other.cluster, groups=(replace(other.cluster.groups[0], device=alone),))
+    assert replace(other.on(cluster=machines), precision="nvfp4").linear_speedup > 3
     asked = {"global_batch": 32, "seq_len": 4096}
     with pytest.raises(UserError, match="nvfp4 with the engine torchtitan"):
         make_request("llama3-8b", "1x8xb200", engine="torchtitan", precision="nvfp4", **asked)

@@ -25,7 +25,7 @@ from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidPlanError
-from steelyard.hardware import Cluster, Link, joined_pools
+from steelyard.hardware import Cluster, Device, Link, joined_pools
 from steelyard.levers import NO_LEVERS, Effects, Levers
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.plan.dimensions.dimension import Batch
@@ -54,6 +54,11 @@ value."""
 def layer_precision(precision: Precision) -> LayerPrecision:
     """Return the precision that a layer computes in: bf16 if only inputs of linear layers have fewer bits."""
     return "bf16" if precision in LINEAR_PEAKS else cast(LayerPrecision, precision)
+
+
+def tuned_over_experts(engine: Engine, device: Device) -> float:
+    """Speed of an engine's other linear layers relative to matmuls of experts."""
+    return engine.execution.tuned_linear_speedup if "fp8" in device.peak_flop_per_s else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,10 +300,11 @@ class Job:
     def linear_speedup(self) -> float:
         """Speed of linear layers relative to the reached fraction of `peak_flop_per_s`."""
         device = self.cluster.device
-        found = self.execution.tuned_linear_speedup if "fp8" in device.peak_flop_per_s else 1.0
+        found = tuned_over_experts(self.engine, device)
         peak = LINEAR_PEAKS.get(self.precision)
         if peak is not None:
-            reached = min(device.peak(peak, self.engine.precisions), _OVER_FP8 * device.peak("fp8"))
+            of_fp8 = device.peak_flop_per_s.get("fp8", math.inf)  # a cluster file may leave it out
+            reached = min(device.peak(peak, self.engine.precisions), _OVER_FP8 * of_fp8)
             found *= reached / device.peak("bf16") * self.execution.fp8_share
         return found
 

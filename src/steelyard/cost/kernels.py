@@ -6,10 +6,9 @@ Parameter counts stay those of the trace, because closed forms omit biases and t
 from dataclasses import replace
 
 from steelyard.cost.decoder import DecoderShape, decoder_layer, linear_names
-from steelyard.cost.job import Job, layer_precision
+from steelyard.cost.job import Job, layer_precision, tuned_over_experts
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Kernels
-from steelyard.hardware.values import Device
 from steelyard.precision import Precision
 from steelyard.profiles.profile import LayerProfile
 
@@ -72,11 +71,6 @@ def kernels_of(engine: Engine, precision: Precision) -> Kernels | None:
     if kernels is None or layer_precision(precision) == precision:
         return kernels
     return replace(kernels, of_each_expert=2 * kernels.of_each_expert)
-
-
-def tuned_over_experts(engine: Engine, device: Device) -> float:
-    """Speed of an engine's other linear layers relative to matmuls of experts."""
-    return engine.execution.tuned_linear_speedup if "fp8" in device.peak_flop_per_s else 1.0
 
 
 def _with_params_of(traced: LayerProfile, layer: LayerProfile) -> LayerProfile:

@@ -170,12 +170,6 @@ class Execution:
     overlaps_transfers: Literal["never", "with chunks", "always"] = "always"
     """Schedules in which a stage computes during its transfer to another stage, instead of waiting for it: none,
     interleaved ones, or all."""
-    gathered_bytes: int = 0
-    """Bytes per parameter of a rank of the single tensor in which new parameters are gathered if the optimizer is
-    sharded; the rank's own part is copied as well."""
-    kept_transfers: int = 0
-    """Copies of the activation at a stage's boundaries that it keeps for every microbatch in flight, in addition to the
-    tensors saved for the backward pass, if the framework has its own state buffers."""
     shard_pieces: int = 1
     """Number of collectives per layer for gradients and parameters if the optimizer is sharded: 1, or the number of the
     layer's tensors."""
@@ -191,6 +185,12 @@ class Execution:
     step_shard_bytes: int = 0
     """Bytes per parameter of a rank's optimizer shard that exist only during the optimizer step: its gradients, copied
     together and converted to fp32, if the framework has its own state buffers."""
+    gathered_bytes: int = 0
+    """Bytes per parameter of a rank of the single tensor in which new parameters are gathered if the optimizer is
+    sharded; the rank's own part is copied as well."""
+    kept_transfers: int = 0
+    """Copies of the activation at a stage's boundaries that it keeps for every microbatch in flight, in addition to the
+    tensors saved for the backward pass, if the framework has its own state buffers."""
     buffers_every_microbatch: bool = False
     """Whether a stage has a receive buffer for every microbatch of a step, and keeps sent tensors until the schedule
     waits for them, as the stages of `torch.distributed.pipelining` do."""
