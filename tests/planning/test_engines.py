@@ -236,6 +236,19 @@ def test_an_engine_without_what_was_decided_has_no_plan() -> None:
         plan_job(job_under(llama(), ENGINES["automodel"]), decided)
 
 
+def test_next_best_plans_are_of_configs_in_which_one_strategy_is_legal() -> None:
+    request = make_request("gpt2", "1x4xa100-40gb", global_batch=32, seq_len=1024, engine="transformers")
+    plan = complete(replace(request, num_fallbacks=0, num_next_best=9)).plan
+    assert plan is not None
+    assert {each.pipeline.num_microbatches for each in plan.contenders()} == {1, 2, 4, 8}, "16 and 32 divide no samples"
+
+
+def test_a_batch_that_the_devices_do_not_divide_is_named() -> None:
+    request = make_request("gpt2", "4x8xa100-40gb", global_batch=16, seq_len=1024, engine="transformers")
+    with pytest.raises(UserError, match="a --global-batch that 32 divides"):
+        complete(request)
+
+
 @pytest.mark.slow
 def test_other_engines_stand_beside_a_plan_the_fastest_first() -> None:
     request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096)

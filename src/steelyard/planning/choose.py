@@ -156,9 +156,8 @@ def accept(
     """Return the fastest plans of a job that fit, over all configurations whose cost tables are given.
 
     Other arguments are as in `search`. The simulator ranks the requested number of plans. ``uniform`` searches only
-    plans of one strategy, with ``remat_runs`` also those that `uniform_choices` adds, and raises `NoUniformPlanError`
-    if none is legal. If processes share cores, the cuts of plans near the fastest are moved as long as this makes them
-    faster.
+    plans of one strategy, with ``remat_runs`` also those that `uniform_choices` adds. If processes share cores, the cuts
+    of plans near the fastest are moved as long as this makes them faster.
     """
     room_bytes = usable_bytes(job)
     found = search(
@@ -173,8 +172,6 @@ def accept(
         progress=progress,
     )
     made = [] if found.ranked else [each.given.any_budget for each in found.configs if each.given.is_made]
-    if uniform and not found.ranked and found.nearest_miss is None and cutoff_s == math.inf:
-        raise _no_uniform_plan(job)
     group = (lambda _, solution: solution) if uniform else partial(group_equal_strategies, room_bytes=room_bytes)
     ranked = [
         Accepted(job=job, outcome=each, plan=bare_plan(job, each.tables, group(each.tables, each.solution)))
@@ -319,6 +316,8 @@ def _plan_within(
         bounded_tables=found.bounded,
     )
     if not found.ranked:
+        if uniform and found.search.nearest_miss is None:
+            raise _no_uniform_plan(job)
         configs, text = found.search.configs, _miss_text(job, found)
         if count := sum(each.result.status == "beaten" for each in configs):
             total = len(configs)
@@ -355,12 +354,14 @@ def _plan_within(
 
 def _no_uniform_plan(job: Job) -> NoUniformPlanError:
     engine, is_free = job.engine, job.engine.capabilities.mixes_layers
+    option, devices = "--uniform" if is_free else "--engine", job.cluster.num_devices
+    batches = f", or give a --global-batch that {devices} divides" if job.global_batch % devices else ""
     return NoUniformPlanError(
-        field="--uniform" if is_free else "--engine",
+        field=option,
         found=f"{('no strategy' if is_free else f'{engine.name}, which has no strategy')} that every layer of "
         f"{job.chain.name} can use within the other restrictions",
         expected="decisions, a batch and devices that leave one strategy for all layers",
-        hint=f"leave {('--uniform' if is_free else '--engine')} out, or another restriction",
+        hint=f"leave {option} out, or another restriction{batches}",
     )
 
 
