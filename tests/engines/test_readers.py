@@ -32,12 +32,17 @@ WRITTEN = {
     "weight passes": ("torchtitan", Settings(zero=1, pp=2, vpp=4, schedule="interleaved-zero-bubble")),
     "chunks in a V": ("torchtitan", Settings(pp=2, vpp=2, tp=2, schedule="zb-v")),
     "data parallelism": ("torchtitan", Settings(zero=0, tp=4)),
+    "recipe": ("megatron-bridge", Settings(tp=2, cp=2, micro_batch=2)),
+    "recipe of uneven stages": ("megatron-bridge", Settings(pp=2, blocks=(17, 15), remat=Remat.SELECTIVE)),
+    "recipe of chunks": ("megatron-bridge", Settings(pp=2, tp=2, vpp=2, remat_blocks=3)),
+    "recipe in 8 bits": ("megatron-bridge", Settings(tp=2, sp=False, remat=Remat.FULL)),
     "ZeRO-3": ("deepspeed", Settings(zero=3, sp=False, remat=Remat.FULL, micro_batch=2)),
     "ZeRO-2 beside tp": ("deepspeed", Settings(zero=2, sp=False, tp=2)),
 }
 PRECISIONS: dict[str, Precision] = {
     **{"degrees": "fp16", "ZeRO-2 beside tp": "fp16"},
     **{"full remat": "mxfp8", "shards": "fp8-block", "remat of some blocks": "nvfp4"},
+    **{"recipe of chunks": "fp16", "recipe in 8 bits": "fp8"},
 }
 """Precision of the files that are not in bf16."""
 
@@ -106,6 +111,48 @@ def test_a_schedule_of_other_stages_or_chunks_is_an_error(changes: dict[str, Any
     settings = replace(Settings(pp=2, vpp=2, cp=4, schedule="zb-v"), **changes)
     with pytest.raises(UserError, match=message):
         price_settings(request, ENGINES["torchtitan"], "bf16", settings)
+
+
+@pytest.mark.slow
+def test_adapters_of_a_recipe_are_read_again(tmp_path: Path) -> None:
+    lever = "lora:r=4,alpha=16,targets=q_proj+k_proj+v_proj,dropout=0.1"
+    asked = {"global_batch": 16, "seq_len": 4096, "memory_margin": 0.0, "levers": {"train": lever}}
+    request = make_request("llama3-8b", CLUSTER, engine="megatron-bridge", **asked)  # type: ignore[arg-type]
+    plan, _ = price_settings(request, ENGINES["megatron-bridge"], "bf16", Settings(tp=2))
+    written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
+    path = tmp_path / "recipe.py"
+    path.write_text(dict(export_plan(TARGETS["megatron-bridge"], written).files)["bridge_recipe.py"])
+    again, _ = plan_of_file(path, "llama3-8b", CLUSTER)
+    assert again.chosen_levers == plan.chosen_levers
+    assert again.prediction == plan.prediction
+
+
+USERS_RECIPE = """
+from megatron.bridge.recipes.common import _pretrain_common
+def config():
+    cfg = _pretrain_common()
+    cfg.model.tensor_model_parallel_size = 2
+    cfg.model.pipeline_model_parallel_size = 2
+    cfg.model.virtual_pipeline_model_parallel_size = None
+    cfg.model.sequence_parallel = True
+    cfg.model.seq_length = 4096
+    cfg.train.global_batch_size = 64
+    cfg.train.micro_batch_size = 1
+    cfg.mixed_precision = "bf16_with_fp8_current_scaling_mixed"
+    cfg.ddp.use_distributed_optimizer = True
+    cfg.model.tp_comm_overlap = overlap
+    return cfg
+"""
+
+
+def test_a_users_own_recipe_is_read_and_the_rest_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(USERS_RECIPE)
+    plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
+    request = make_request("llama3-8b", CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0)
+    expected, _ = price_settings(request, ENGINES["megatron-bridge"], "fp8", Settings(tp=2, pp=2))
+    assert plan.prediction == expected.prediction
+    assert notes == ("Not read of mine.py: tp_comm_overlap.",)
 
 
 def test_an_unknown_schedule_in_a_file_is_an_error(tmp_path: Path) -> None:
@@ -195,6 +242,10 @@ def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: P
         ("mine.json", "[]", "--from"),
         ("mine.json", '{"train_micro_batch_size_per_gpu": "auto"}', "train_micro_batch_size_per_gpu"),
         ("absent.sh", None, "--from"),
+        ("mine.py", "import other\n", "--from"),
+        ("mine.sh", "torchrun --nproc-per-node 8 train.py --lr 3e-4", "--from"),
+        ("mine.json", '{"optimizer": {"type": "Adam"}}', "--from"),
+        ("mine.py", "import megatron.bridge\nx = LoRA(dim=8)\n", "--from"),
     ],
 )
 def test_a_file_that_cannot_be_read_says_why(file: str, text: str | None, field: str, tmp_path: Path) -> None:
@@ -206,5 +257,6 @@ def test_a_file_that_cannot_be_read_says_why(file: str, text: str | None, field:
 
 
 def test_an_engine_without_a_reader_says_which_have_one(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"torchtitan: \.toml or \.py; megatron: \.sh"):
+    (tmp_path / "mine.sh").write_text("")
+    with pytest.raises(UserError, match=r"torchtitan: \.toml or \.py; .*megatron: \.sh"):
         plan_of_file(tmp_path / "mine.sh", "llama3-8b", CLUSTER, engine="accelerate")

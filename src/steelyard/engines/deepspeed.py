@@ -12,6 +12,7 @@ multiple of the block size of torchao's moments. bitsandbytes' take any number (
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -110,17 +111,20 @@ def _content(view: UniformPlan, preset: str | None) -> dict[str, Any]:
     return content
 
 
-def _read(text: str, _chain: ModelChain, num_devices: int) -> FileSettings:
+def _values(text: str) -> Mapping[str, Any]:
     content = parse_json(text)
     if not isinstance(content, dict):
         raise ValueError("not an object with DeepSpeed's keys")
-    flat = {
+    return {
         f"{name}.{key}" if key else name: value
         for name, part in content.items()
         for key, value in (part.items() if isinstance(part, dict) else [("", part)])
     }
-    entries = Entries(flat)
-    entries.get("_comment", "activation_checkpointing.partition_activations", *(f"fp16.{key}" for key in _SCALED))
+
+
+def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSettings:
+    entries.skip("_comment", "activation_checkpointing.partition_activations", *(f"fp16.{key}" for key in _SCALED))
+    is_recomputed = any(name.startswith("activation_checkpointing") for name in entries.values)
     tp = entries.number("tensor_parallel.autotp_size")
     micro_batch = entries.number("train_micro_batch_size_per_gpu")
     batch, steps = (entries.number_or_none(name) for name in ("train_batch_size", "gradient_accumulation_steps"))
@@ -133,7 +137,7 @@ def _read(text: str, _chain: ModelChain, num_devices: int) -> FileSettings:
             micro_batch=micro_batch,
             zero=entries.number("zero_optimization.stage", default=0, least=0),
             sp=False,
-            remat=Remat.FULL if content.get("activation_checkpointing") else Remat.NONE,
+            remat=Remat.FULL if is_recomputed else Remat.NONE,
         ),
         global_batch=batch,
         seq_len=None,
@@ -154,7 +158,7 @@ DEEPSPEED = Engine(
         "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
         "optimizer": peft.one_of(_OPTIMIZERS, "which flattens parameters under ZeRO and has no such states"),
     },
-    reader=Reader(suffixes=(".json",), read=_read),
+    reader=Reader(suffixes=(".json",), values=_values, read=_read),
     targets=(
         Target(
             name="deepspeed",

@@ -5,6 +5,7 @@ Every engine with settings files has a `Reader` in addition to its writer. It re
 precision, and reports the rest of the file as not read.
 """
 
+import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,21 +70,38 @@ class Reader:
 
     suffixes: tuple[str, ...]
     """File name suffixes."""
-    read: Callable[[str, ModelChain, int], FileSettings]
-    """Function that returns the settings in a file's text, given the model and the number of devices. Raises
+    values: Callable[[str], Mapping[str, Any]]
+    """Function that returns the named values in a file's text. Raises `ValueError` or `SyntaxError` if it has another
+    form."""
+    read: Callable[["Entries", ModelChain, int], FileSettings]
+    """Function that returns the settings that these values are, given the model and the number of devices. Raises
     `UserError` if they are invalid."""
+    mark: str = ""
+    """Text in every such file, which tells it from files of other engines with the same suffix."""
+
+
+def literal(node: ast.expr) -> Any:
+    """Return the value of an expression in Python, or its text if it is not a literal."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)
 
 
 class Entries:
     """Named values of a file that record which of them were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values, self._read = values, set[str]()
+        self.values, self._read, self._skipped = values, set[str](), set[str]()
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Return the value of the first of these names that the file has."""
         self._read |= {*names}
-        return next((self._values[name] for name in names if name in self._values), default)
+        return next((self.values[name] for name in names if name in self.values), default)
+
+    def skip(self, *names: str) -> None:
+        """Note names whose values change neither settings nor price."""
+        self._skipped |= {*names}
 
     def number(self, *names: str, default: int = 1, least: int = 1) -> int:
         """Return that value as a whole number of ``least`` or more. Raises `UserError` if it is none."""
@@ -104,9 +122,14 @@ class Entries:
         return None if value is None or str(value) in ("auto", "-1") else self.number(*names)
 
     @property
+    def are_unknown(self) -> bool:
+        """Whether no value was read, as in a file of other software."""
+        return self._read.isdisjoint(self.values)
+
+    @property
     def unread(self) -> tuple[str, ...]:
         """Entries that were not read, by name, in the order of the file."""
-        return tuple(name for name in self._values if name not in self._read)
+        return tuple(name for name in self.values if name not in self._read | self._skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

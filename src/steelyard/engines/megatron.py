@@ -72,7 +72,7 @@ FSDP_CAPABILITIES = replace(
     why_not={},
 )
 
-_FLAGS: Mapping[Precision, Sequence[str]] = {
+FLAGS: Mapping[Precision, Sequence[str]] = {
     "bf16": ("--bf16",),
     "fp16": ("--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale 65536"),
     "fp32": (),
@@ -83,7 +83,7 @@ _FLAGS: Mapping[Precision, Sequence[str]] = {
 }
 """Flags of each precision. By default Megatron keeps and reduces gradients in fp16 under fp16, and starts with a loss
 scale of 2^32."""
-_OF_RECIPE = {flags[-1].partition("-recipe ")[2]: precision for precision, flags in _FLAGS.items() if flags}
+_OF_RECIPE = {flags[-1].partition("-recipe ")[2]: precision for precision, flags in FLAGS.items() if flags}
 Flags = list[str]
 """Options, each with its value after a space, which the script quotes."""
 
@@ -104,7 +104,7 @@ def _write(request: Request) -> Draft:
             f"--micro-batch-size {view.microbatch_per_rank}",
             f"--global-batch-size {view.global_batch}",
             f"--seq-length {view.seq_len}",
-            *_FLAGS[view.precision],
+            *FLAGS[view.precision],
         ],
     }
     left_out = [
@@ -166,7 +166,7 @@ def refuse_cut_token(name: str, chain: ModelChain, tp: int) -> None:
         )
 
 
-def attributes(flags: Flags) -> dict[str, Any]:
+def attributes(flags: Sequence[str]) -> dict[str, Any]:
     """Return flags as Python names and values: ``--micro-batch-size 2`` becomes ``micro_batch_size``, 2."""
     found: dict[str, Any] = {}
     for flag in flags:
@@ -385,15 +385,11 @@ _NOT_PRICED = (
 _NARROW = "gradients in fp16 (priced in fp32, as with --accumulate-allreduce-grads-in-fp32)"
 
 
-def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
-    """Return the settings in Megatron-LM's arguments in a shell script, or in those of a Megatron-Bridge recipe.
-
-    A recipe's arguments have the form ``--tensor_parallel_size 4`` or ``model.tensor_model_parallel_size=4``.
-    """
-    values = _arguments(text)
-    entries = Entries(values)
-    entries.get(*_LAUNCH, *_NOT_PRICED, *(["cp_comm_type"] if values.get("cp_comm_type") != "a2a" else []))
-    entries.get(*(["recompute_modules"] if values.get("recompute_modules") in _RECOMPUTED else []))
+def read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
+    """Return the settings that Megatron-LM's arguments or the settings of a Megatron-Bridge recipe are."""
+    values = entries.values
+    entries.skip(*_LAUNCH, *_NOT_PRICED, *(["cp_comm_type"] if values.get("cp_comm_type") != "a2a" else []))
+    entries.skip(*(["recompute_modules"] if values.get("recompute_modules") in _RECOMPUTED else []))
     seq_len = entries.number_or_none("seq_length", "sequence_length", "seq_len")
     own = {
         flag.partition(" ")[0].removeprefix("--").replace("-", "_"): flag.partition(" ")[2]
@@ -445,10 +441,11 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
     )
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """Return the values of options by name with underscores; True for an option without a value.
+def arguments(text: str) -> Mapping[str, Any]:
+    """Return the values of options in a shell script by name with underscores; True for an option without a value.
 
-    Variables that the text sets are substituted.
+    Options have the form ``--tensor-model-parallel-size 4`` or, for a Megatron-Bridge recipe,
+    ``model.tensor_model_parallel_size=4``. Variables that the text sets are substituted.
     """
     set_to = {name: value.strip("\"'") for name, value in _ASSIGNED.findall(text)}
     filled = _USED.sub(lambda use: str(set_to.get(use[1] or use[3], use[2] or use[0])), text)
@@ -500,10 +497,10 @@ MEGATRON = Engine(
         accumulation_bytes=6,  # in the product that computes a gradient
         low_copies=2,  # Transformer Engine, module/base.py, get_weight_workspace
     ),
-    precisions=tuple(_FLAGS),
+    precisions=tuple(FLAGS),
     options=OPTIONS,
     refuse=_refuse,
-    reader=Reader(suffixes=(".sh", ".txt", ".args"), read=_read),
+    reader=Reader(suffixes=(".sh", ".txt", ".args"), values=arguments, read=read),
     targets=(
         Target(
             name="megatron",
@@ -524,7 +521,7 @@ MEGATRON_FSDP = replace(
     name="megatron-fsdp",
     capabilities=FSDP_CAPABILITIES,
     execution=Execution(kernels=KERNELS),
-    precisions=tuple(each for each in _FLAGS if each != SCALES_LOSS),
+    precisions=tuple(each for each in FLAGS if each != SCALES_LOSS),
     targets=tuple(
         replace(
             target,

@@ -12,6 +12,7 @@ Adapters are those of ``peft/canonical_lora.py``, one for each of the matrices t
 (``linear_qkv``, ``linear_fc1``), as in peft; ``peft/lora.py`` has one for all of these, which is another model.
 """
 
+import ast
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,20 +20,25 @@ from typing import Any
 
 from steelyard.engines import megatron
 from steelyard.engines.config_entries import hub_config
-from steelyard.engines.engine import Taken, options_in
+from steelyard.engines.engine import Entries, FileSettings, Reader, Taken, literal, options_in
 from steelyard.engines.execution import StateBytes
 from steelyard.engines.peft import refuse_kind, whole_if_so
 from steelyard.engines.writing import Draft, Request, Target, UniformPlan
 from steelyard.errors import UserError
 from steelyard.levers.train import ALL_LINEAR, Train
 from steelyard.model.chain import ModelChain
+from steelyard.precision import Precision
 
 _OF_GRADIENTS = frozenset({"use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce"})
 """Flags of `DistributedDataParallelConfig`; all other parallel flags belong to the model."""
 _SET_AFTERWARDS = ("--moe-", "--window-size", "--rotary-seq-len-interpolation-factor")
 """Prefixes of model flags that the recipe sets regardless of the bridge's reading of the config."""
+_MARK = "megatron.bridge"
+"""Package that every recipe imports."""
+_READ = ("TrainingConfig", "DistributedDataParallelConfig")
+"""Configurations whose keywords are read, in addition to attributes that are set."""
 _RENAMED = {"rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor"}
-_PRECISIONS = {
+_PRECISIONS: Mapping[Precision, str] = {
     "bf16": "bf16_mixed()",
     "fp16": "fp16_mixed()",
     "fp8": "bf16_with_fp8_current_scaling_mixed()",
@@ -207,6 +213,52 @@ def _recipe(
     return "\n".join(lines) + "\n"
 
 
+def _values(text: str) -> Mapping[str, Any]:
+    """Return the settings that a recipe in Python assigns to attributes or passes by keyword to a configuration.
+
+    Of any other text, its options (`megatron.arguments`).
+    """
+    if _MARK not in text:
+        return megatron.arguments(text)
+    found: dict[str, Any] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            found[node.targets[0].attr] = literal(node.value)
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            given = {each.arg: literal(each.value) for each in node.keywords if each.arg}
+            if called in ("LoRA", "DoRA"):
+                raise ValueError(f"{called}, whose adapters belong to fused matrices; only CanonicalLoRA is read")
+            found |= {"train": _lora(given)} if called == "CanonicalLoRA" else given if called in _READ else {}
+    told = str(found.pop("mixed_precision", text))
+    precision: Precision = next((name for name, made in _PRECISIONS.items() if made.partition("(")[0] in told), "bf16")
+    modules = found.get("recompute_modules")
+    if isinstance(modules, list):
+        found["recompute_modules"] = " ".join(map(str, modules))
+    on = {name: value for name, value in found.items() if value is not None and value is not False}
+    return on | megatron.attributes(megatron.FLAGS[precision])
+
+
+def _lora(given: Mapping[str, Any]) -> str:
+    """Return the text of the lever `Train` for arguments of `CanonicalLoRA`, whose defaults are these."""
+    ours = {theirs: name for name, theirs in _MATRICES.items()}
+    names = [ours.get(each, each) for each in given.get("target_modules", ours)]
+    parts = {
+        "r": given.get("dim", 32),
+        "alpha": given.get("alpha", 32),
+        "targets": ALL_LINEAR if {*names} == {*_MATRICES} else "+".join(names),
+        "dropout": given.get("dropout", 0.0),
+    }
+    return "lora:" + ",".join(f"{name}={value}" for name, value in parts.items())
+
+
+def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
+    """Return the settings of a recipe, or of arguments for one."""
+    train = entries.get("train")
+    found = megatron.read(entries, chain, num_devices)
+    return replace(found, levers={"train": train} if train else {})
+
+
 _CONFIGS = (
     *("CheckpointConfig", "ConfigContainer", "DistributedDataParallelConfig", "DistributedInitConfig"),
     *("GPTDatasetConfig", "LoggerConfig", "RNGConfig", "TokenizerConfig", "TrainingConfig"),
@@ -231,6 +283,7 @@ MEGATRON_BRIDGE = replace(
         dispatcher="deep",
     ),
     levers={"train": Taken(refuse=_refuse_part)},
+    reader=Reader(suffixes=(".py",), values=_values, read=_read, mark=_MARK),
     targets=(
         Target(
             name="megatron-bridge",

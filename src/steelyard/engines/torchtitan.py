@@ -20,7 +20,7 @@ from typing import Any
 from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, Known, completed, refuse_entries
-from steelyard.engines.engine import Engine, Entries, FileSettings, Reader, Settings, Taken, options_in
+from steelyard.engines.engine import Engine, Entries, FileSettings, Reader, Settings, Taken, literal, options_in
 from steelyard.engines.execution import EAGER, Execution
 from steelyard.engines.pytorch import other_export
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
@@ -372,10 +372,12 @@ def _toml(view: UniformPlan, flavor: _Flavor, float8: Float8) -> str:
     return "\n\n".join(written) + "\n"
 
 
-def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
-    """Return the settings in a TOML file of 0.2, or in a configuration function of 0.3 or main as written here."""
-    values = _toml_values(text) if re.search(r"^\s*\[\w+\]\s*$", text, re.MULTILINE) else _function_values(text)
-    entries = Entries(values)
+def _values(text: str) -> Mapping[str, Any]:
+    """Return the values in a TOML file of 0.2, or in a configuration function of 0.3 or main as written here."""
+    return _toml_values(text) if re.search(r"^\s*\[\w+\]\s*$", text, re.MULTILINE) else _function_values(text)
+
+
+def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
     entries.get("model.name", "model.flavor", "model_spec", "compile", "parallelism.num_pp_microbatches")
     parallel = "parallelism."
     tp, cp, pp = (entries.number(f"{parallel}{kind}_parallel_degree") for kind in ("tensor", "context", "pipeline"))
@@ -398,7 +400,7 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
     micro_batch = entries.number(f"{parallel}pipeline_parallel_microbatch_size") if pp > 1 else local
     batch = entries.number_or_none("training.global_batch_size") or local * data
     seq_len = entries.number_or_none("training.seq_len", "training.max_context_length")
-    if seq_len and "training.num_tokens_per_train_step" in values:  # main counts tokens
+    if seq_len and "training.num_tokens_per_train_step" in entries.values:  # main counts tokens
         batch = entries.number("training.num_tokens_per_train_step") // seq_len
         micro_batch = entries.number("training.num_tokens_per_microbatch_per_dp_rank") // seq_len
     named = {each.torchtitan_name: each for each in SCHEDULES.values() if each.torchtitan_name}
@@ -464,17 +466,10 @@ def _function_values(text: str) -> dict[str, Any]:
             kind = ast.unparse(node.value).partition("AC")[0].lower()
             found["activation_checkpoint.mode"] = kind
         elif isinstance(node.value, ast.Call) and node.value.keywords:
-            found |= {f"{path}.{each.arg}": _literal(each.value) for each in node.value.keywords}
+            found |= {f"{path}.{each.arg}": literal(each.value) for each in node.value.keywords}
         else:
-            found[path] = _literal(node.value)
+            found[path] = literal(node.value)
     return found
-
-
-def _literal(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return ast.unparse(node)
 
 
 _KERNELS = replace(EAGER, selective="half of the matmuls", keeps_gathered=True, eager_routing=True)
@@ -497,7 +492,7 @@ TORCHTITAN = Engine(
         "offload": replace(peft.OFFLOAD, dimensions=dimensions_of("fsdp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp")),
         "float8": Taken(execution=_compiled),
     },
-    reader=Reader(suffixes=(".toml", ".py"), read=_read),
+    reader=Reader(suffixes=(".toml", ".py"), values=_values, read=_read),
     targets=(
         Target(
             name="torchtitan",

@@ -156,8 +156,8 @@ def accept(
     """Return the fastest plans of a job that fit, over all configurations whose cost tables are given.
 
     Other arguments are as in `search`. The simulator ranks the requested number of plans. ``uniform`` searches only
-    plans of one strategy, with ``remat_runs`` also those that `uniform_choices` adds. If processes share cores, the cuts
-    of plans near the fastest are moved as long as this makes them faster.
+    plans of one strategy, with ``remat_runs`` also those that `uniform_choices` adds. If processes share cores, the
+    cuts of plans near the fastest are moved as long as this makes them faster.
     """
     room_bytes = usable_bytes(job)
     found = search(

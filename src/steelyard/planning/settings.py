@@ -7,7 +7,7 @@ from steelyard.cost.job import Job, layer_precision
 from steelyard.cost.kernels import job_under
 from steelyard.engines import ENGINES, check_levers, engine_of
 from steelyard.engines.capabilities import block_layers, unsupported
-from steelyard.engines.engine import Engine, Settings
+from steelyard.engines.engine import Engine, Entries, Settings
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.files import read_text
 from steelyard.hardware import parse_cluster
@@ -59,10 +59,14 @@ def plan_of_file(
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return the priced plan that a file of an engine describes, and notes on how it was read.
 
-    ``engine`` defaults to the first one that reads files with that ending. ``global_batch`` and ``seq_len`` override
-    the file. Raises `UserError` if the file cannot be read or is incomplete.
+    ``engine`` defaults to one that reads files with that ending. ``global_batch`` and ``seq_len`` override the file.
+    Raises `UserError` if the file cannot be read or is incomplete.
     """
-    runs_it = engine_of(engine) if engine else next((each for each in ENGINES.values() if _reads(each, path)), None)
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error, "a file with settings") from None
+    runs_it = engine_of(engine) if engine else _reader_of(path, text)
     if runs_it is None or runs_it.reader is None:
         known = {each.name: each.reader.suffixes for each in ENGINES.values() if each.reader is not None}
         raise UserError(
@@ -74,16 +78,14 @@ def plan_of_file(
     chain, machines = load_model(model), parse_cluster(cluster)
     runs_it.check_model(chain, seq_len or 1)
     try:
-        found = runs_it.reader.read(read_text(path), chain, machines.num_devices)
+        entries = Entries(runs_it.reader.values(text))
+        found = runs_it.reader.read(entries, chain, machines.num_devices)
+        if entries.are_unknown:
+            raise ValueError("no setting of parallelism or batch")
     except UserError:
         raise
-    except (OSError, ValueError, SyntaxError) as error:
-        raise UserError(
-            field="--from",
-            found=f"{path}: {error}",
-            expected=f"a file that {runs_it.name} reads",
-            hint="correct the file, or give the settings to steelyard price by its options",
-        ) from None
+    except (ValueError, SyntaxError) as error:
+        raise _unreadable(path, error, f"a file that {runs_it.name} reads") from None
     check_precision(runs_it, found.precision)
     precision = next(each for each in runs_it.precisions if each == found.precision)
     request = make_request(
@@ -111,8 +113,16 @@ def plan_of_file(
     return plan, tuple(notes)
 
 
-def _reads(engine: Engine, path: Path) -> bool:
-    return engine.reader is not None and path.suffix in engine.reader.suffixes
+def _unreadable(path: Path, error: Exception, expected: str) -> UserError:
+    hint = "correct the file, or give the settings to steelyard price by its options"
+    return UserError(field="--from", found=f"{path}: {error}", expected=expected, hint=hint)
+
+
+def _reader_of(path: Path, text: str) -> Engine | None:
+    """Return the engine whose files have this ending and bear its mark; those without a mark come last."""
+    found = [each for each in ENGINES.values() if each.reader and path.suffix in each.reader.suffixes]
+    marked = [each for each in found if each.reader and each.reader.mark and each.reader.mark in text]
+    return next(iter((*marked, *found)), None)
 
 
 def _needed(option: str, path: Path, value: int | None) -> int:
