@@ -18,6 +18,7 @@ import yaml
 from steelyard.engines import ENGINES, TARGETS
 from steelyard.engines.capabilities import unsupported
 from steelyard.engines.deepspeed import PRESETS
+from steelyard.engines.engine import Entries
 from steelyard.engines.torchtitan import TORCHTITAN
 from steelyard.engines.writing import UniformPlan, describe_uniform
 from steelyard.errors import UserError
@@ -174,7 +175,7 @@ def test_torchtitan_converts_and_compiles_linear_layers_in_8_bits(word: str, con
     assert content["quantize"]["linear"][name.rpartition(".")[2]]["recipe_name"].startswith(word)
     for text in (function, text_of(plan, "torchtitan", ".toml")):
         assert TORCHTITAN.reader is not None
-        found = TORCHTITAN.reader.read(text, plan.chain(), 8)
+        found = TORCHTITAN.reader.read(Entries(TORCHTITAN.reader.values(text)), plan.chain(), 8)
         assert (found.precision, found.levers) == ("bf16", {"float8": word})
 
 
