@@ -28,7 +28,7 @@ SMALL_FILE_BYTES = 20_000
 
 SLOW_S = 0.5
 """Far above what these layers take on a loaded machine."""
-WAIT_S = 3.0
+WAIT_S = 1.5
 """The steps that are left after a loss take long enough for another host to start and be found."""
 
 

@@ -17,6 +17,7 @@ from steelyard import find_plan
 from steelyard.errors import UserError
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
+from steelyard.processes import start
 from steelyard.processes.failure import RankFailedError
 from steelyard.processes.start import Elastic, run_processes
 from steelyard.profiles.record import RunRecord
@@ -32,6 +33,9 @@ pytestmark = pytest.mark.processes
 NUM_STEPS = 20
 SAME_LOSS = 1e-4
 """Sums in another order, as under any other plan."""
+
+LAST_CALL_S = 8.0
+"""Instead of 20 s, because processes of these hosts end at once; time enough for the second host to start."""
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,7 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainOptions:
     fork_ranks(monkeypatch)
+    monkeypatch.setattr(start, "_LAST_CALL_S", LAST_CALL_S)
     monkeypatch.setenv("PIDS", str(tmp_path))
     monkeypatch.setenv("LAUNCHER", str(os.getpid()))
     return TrainOptions(

@@ -148,7 +148,7 @@ def test_a_rank_that_stands_still_is_named_after_the_time_that_the_others_wait(
     train: Train, options: TrainOptions
 ) -> None:
     with pytest.raises(RankFailedError, match=r"rank 1 hung: .*; rank 0 waited for it: ") as raised:
-        train(one_stage(), replace(options, timeout_s=30, checkpoint_dir=None), "0:stop-step:3")
+        train(one_stage(), replace(options, timeout_s=10, checkpoint_dir=None), "0:stop-step:3")
     assert [step for step, _ in losses(options)] == [1, 2]
     assert "ran out" not in str(raised.value)
 
