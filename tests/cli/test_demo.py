@@ -19,6 +19,7 @@ from steelyard.cli import demo, main
 from tests.processes.forking_agent import fork_ranks
 fork_ranks(pytest.MonkeyPatch())
 demo.NUM_PROCESSES = 2
+demo.SEQ_LEN = 64
 sys.argv.insert(1, "demo")
 main()
 """
@@ -27,7 +28,7 @@ main()
 
 @pytest.mark.processes
 def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", DEMO, "--steps", "5", "--memory", "64MiB", "--folder", str(tmp_path), "--json"]
+    command = [sys.executable, "-c", DEMO, "--steps", "5", "--memory", "40MiB", "--folder", str(tmp_path), "--json"]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "does not fit in " in finished.stderr

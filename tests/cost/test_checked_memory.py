@@ -397,7 +397,7 @@ NIGHTLY = {
     *("zero bubble", "own order", "zero bubble, tp, zero1 and zero2", "zero1, two stages, 1f1b"),
     *("whole activations for sharded layers", "experts of hybrid sharding", "mixed layouts"),
     *("zero2, large vocabulary, few tokens", "interleaved, gathered ahead"),
-    *("zb-v", "zb-v, full remat", "zb-v, three stages"),
+    *("zb-v", "zb-v, full remat", "zb-v, three stages", "dualpipe-v, three stages", "zb-v, tp, zero1 and zero2"),
 }
 """Every strategy and each of its switches is in another case, beside others."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]

@@ -36,7 +36,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 def _job(precision: Precision) -> Job:
     model = chain(**LARGER)
     traced = trace(model, seq_len=32, precision=precision, degrees=(1,))
-    return made_up_job(cluster(1, 1), precision=precision, **LARGER).on(profile=traced)
+    return made_up_job(cluster(1, 1), precision=precision, global_batch=16, **LARGER).on(profile=traced)
 
 
 def _measured_bytes(candidate: Plan) -> int:

@@ -30,7 +30,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 2048,
     "max_position_embeddings": 512,
 }
-SAMPLES, SEQ_LEN = 4, 128
+SAMPLES, SEQ_LEN = 2, 64
 
 
 class LiveBytes(TorchDispatchMode):

@@ -60,12 +60,6 @@ def test_another_text_is_refused_with_the_nearest() -> None:
     assert "blocks" in (caught.value.hint or "")
 
 
-@pytest.mark.slow
-def test_a_plan_that_compiles_nothing_says_nothing_of_it() -> None:
-    plain = find_plan("llama-demo", "1x2xa100-40gb", **JOB)
-    assert dump_json(find_plan("llama-demo", "1x2xa100-40gb", **JOB, levers={"compile": "off"})) == dump_json(plain)
-
-
 # what is refused
 
 
@@ -188,7 +182,7 @@ def test_norm_and_activation_of_a_block_are_one_kernel_each() -> None:
 CHECKED = {
     "replicated, fp32": ("fp32", (", ".join(["dp2"] * 6),)),
     "sharded": ("bf16", ("fsdp2, fsdp2, fsdp2 remat=full, fsdp2 remat=full, fsdp2 remat=selective, fsdp2",)),
-    "tensors": ("bf16", ("tp2, tp2+sp, tp2, tp2 remat=selective, tp2+sp, tp2",)),
+    "tensors": ("bf16", ("tp2, tp2+sp, tp2+sp, tp2 remat=selective, tp2+sp, tp2",)),
     "stages": ("bf16", ("single, single, single", "single, single, single")),
 }
 OF_ONE_TRACE = ("sharded", "tensors")
@@ -222,7 +216,7 @@ def _graphs_of_two_steps(model: ParallelModel) -> int:
 @pytest.mark.parametrize("remat", sampled(["none", "selective", "full"], ["selective"]))
 def test_a_dry_run_finds_the_bytes_of_steps_that_inductor_compiled(remat: str) -> None:
     block = "single" if remat == "none" else f"single remat={remat}"
-    sizes = {"num_microbatches": 2, "global_batch": 16, "num_devices": 1, "seq_len": 64}
+    sizes = {"num_microbatches": 2, "global_batch": 4, "num_devices": 1, "seq_len": 64}
     plan = compiled_plan(WIDE, ", ".join(["single", *[block] * 4, "single"]), **sizes, precision="bf16")
     found = dry_run(plan, 0, backend="gloo")
     torch._dynamo.reset()

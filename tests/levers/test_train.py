@@ -266,9 +266,9 @@ TEXTS = {
 
 
 NIGHTLY = {"dora, stages", "vera, bf16", "nf4, bf16", "replicated, bf16", "replicated", "sharded"} | {
-    *("nf4", "nf4 and dora", "experts"),
+    *("nf4", "nf4 and dora", "experts", "dora, bf16", "tensors"),
 }
-"""Casts are in a case with bf16, stages in another; each kind of base is in one."""
+"""Casts are in a case with bf16, dora in one with nf4, tp beside sp, stages in another; each kind of base is in one."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]
 
 

@@ -1,6 +1,7 @@
 """Tests of plans' optimizers: every plan trains as one process, and resumes other plans or optimizers."""
 
 import json
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,14 @@ WORDS = {
     WEIGHTS: ("alone", "replicated", "stages", "sharded", "mixed"),
 }
 RUNS = [(word, name) for word, names in WORDS.items() for name in names if name != "alone"]
+NIGHTLY = {
+    *(("adamw-8bit", "replicated"), ("adamw-8bit", "tensors"), ("adamw-4bit", "sharded")),
+    *(("adafactor", "replicated"), ("muon", "replicated"), (WEIGHTS, "replicated"), (WEIGHTS, "stages")),
+    *(("adafactor", "stages", "adafactor", "stages"), ("muon", "stages", "muon", "replicated")),
+    *(("muon", "stages", "muon", "stages"), (WEIGHTS, "sharded", WEIGHTS, "sharded")),
+    *(("muon", "sharded", "muon", "replicated"), ("adamw-8bit", "sharded", "adamw-8bit", "mixed")),
+}
+"""Runs and resumes whose division is in a mixed or hybrid plan or in one of stages, or goes the other way there."""
 EXACT_TOLERANCE = 1e-5
 """Relative tolerance of losses for sums in another order, also with quantized moments of whole tensors (`WHOLE`)."""
 TOLERANCE = {"adamw-8bit": 2e-4, "adamw-4bit": 1e-2, "muon": 5e-5, WEIGHTS: 5e-3}
@@ -84,6 +93,11 @@ def plan_of(word: str, name: str) -> Plan:
     )
 
 
+def left_to_the_night(cases: Iterable[tuple[str, ...]]) -> list[Any]:
+    """The cases as parameters of a test, those of `NIGHTLY` marked."""
+    return [pytest.param(*case, marks=pytest.mark.nightly if case in NIGHTLY else ()) for case in cases]
+
+
 class Runs:
     """Losses of all runs, and their checkpoints."""
 
@@ -98,14 +112,18 @@ class Runs:
         data, arguments = str(self.folder / "tokens.npy"), replace(options, lr=rate).arguments()
         return {"name": name, "plan": str(path), "data": data, "arguments": arguments, "processes": plan.num_devices}
 
-    def jobs(self) -> list[dict[str, Any]]:
-        written = {(word, name) for word, name, *_ in RESUMED}
+    def jobs(self, asked: Container[tuple[str, ...]]) -> list[dict[str, Any]]:
+        """Jobs of the runs that tests ask for, of each optimizer in one process, and of those that go on with them."""
+        resumed = [each for each in RESUMED if each in asked]
+        written = {(word, name) for word, name, *_ in resumed}
         found = []
         for word, names in WORDS.items():
             for name in names:
+                if not (name == "alone" or (word, name) in asked or (word, name) in written):
+                    continue
                 folder = self.folder / f"{word} {name}" if (word, name) in written else None
                 found.append(self.job(f"{word} {name}", plan_of(word, name), replace(RUN, checkpoint_dir=folder)))
-        for word, name, other, plan in RESUMED:
+        for word, name, other, plan in resumed:
             middle = self.folder / f"{word} {name}" / f"step-{MIDDLE:08d}"
             options = replace(RUN, resume=str(middle))
             found.append(self.job(f"{word} {name}, {other} {plan}", plan_of(other, plan), options))
@@ -113,11 +131,12 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     runs = Runs(tmp_path_factory.mktemp("optimizers"))
     write_tokens(runs.folder)
     jobs, result = runs.folder / "jobs.json", runs.folder / "result.json"
-    jobs.write_text(json.dumps(runs.jobs()))
+    cases = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    jobs.write_text(json.dumps(runs.jobs({tuple(case.values()) for case in cases})))
     runs.losses = run_module("tests.runtime.run_worker", jobs, result=result)
     return runs
 
@@ -128,7 +147,7 @@ def write_tokens(folder: Path) -> Path:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("word", "name"), RUNS)
+@pytest.mark.parametrize(("word", "name"), left_to_the_night(RUNS))
 def test_losses_equal_those_of_one_process(runs: Runs, word: str, name: str) -> None:
     found, expected = ([loss for _, loss in runs.losses[f"{word} {each}"]] for each in (name, "alone"))
     assert found == pytest.approx(expected, rel=tolerance(word, name))
@@ -151,7 +170,7 @@ def test_no_optimizer_trains_as_another(runs: Runs, word: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("word", "name", "other", "plan"), RESUMED)
+@pytest.mark.parametrize(("word", "name", "other", "plan"), left_to_the_night(RESUMED))
 def test_a_run_goes_on_under_another_plan(runs: Runs, word: str, name: str, other: str, plan: str) -> None:
     found = runs.losses[f"{word} {name}, {other} {plan}"]
     expected = runs.losses[f"{word} {name}"][MIDDLE:]

@@ -18,6 +18,7 @@ from steelyard.search.runs import AnyBudget
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables
 from tests.problems.transformer import LLAMA3_8B, decoder_tables
+from tests.sample import sampled
 
 GB = 10**9
 
@@ -47,7 +48,7 @@ def random_problem(seed: int, *, max_plans: int = 100) -> tuple[CostTables, list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", sampled(range(4), (0, 1)))
 def test_agrees_with_exhaustive_search_on_random_pipelines(block: int) -> None:
     for seed in range(block * 50, block * 50 + 50):
         tables, plans = random_problem(seed)

@@ -13,13 +13,14 @@ from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables
 
 
-def blocks(num_quick: int, num_all: int) -> list[Any]:
-    """Numbers of blocks, of which all but the first are slow."""
-    return [pytest.param(block, marks=[pytest.mark.slow] * (block >= num_quick)) for block in range(num_all)]
+def blocks(num_quick: int, num_slow: int, num_all: int) -> list[Any]:
+    """Numbers of blocks, of which the first are quick, the next slow, and the others left to the night."""
+    marks = [(), pytest.mark.slow, (pytest.mark.slow, pytest.mark.nightly)]
+    return [pytest.param(block, marks=marks[(block >= num_quick) + (block >= num_slow)]) for block in range(num_all)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", blocks(3, 10))
+@pytest.mark.parametrize("block", blocks(3, 4, 10))
 def test_agrees_with_exhaustive_search_on_random_pipelines(block: int) -> None:
     for seed in range(block * 60, block * 60 + 60):
         rng = np.random.default_rng(seed)
@@ -50,7 +51,7 @@ def test_what_is_known_within_any_budget_changes_no_answer() -> None:
             assert partition_exact(known, budget) == partition_exact(tables, budget), seed
 
 
-@pytest.mark.parametrize("block", blocks(1, 2))
+@pytest.mark.parametrize("block", blocks(1, 2, 2))
 def test_where_states_are_dropped_the_bound_still_holds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "MAX_CANDIDATES", 12)
     monkeypatch.setattr(layers, "FEW_CANDIDATES", 6)
@@ -74,7 +75,7 @@ def test_where_states_are_dropped_the_bound_still_holds(block: int, monkeypatch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", blocks(1, 4))
+@pytest.mark.parametrize("block", blocks(1, 2, 4))
 def test_agrees_with_exhaustive_search_where_chunks_are_interleaved(block: int) -> None:
     for seed in range(block * 60, block * 60 + 60):
         rng = np.random.default_rng(seed)
