@@ -26,6 +26,7 @@ from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.request import make_request, request_of_plan
 from steelyard.planning.settings import Settings, plan_of_settings
 from steelyard.planning.variants import Study
+from steelyard.planning.why_not import refuse_impossible
 from steelyard.precision import Precision
 from steelyard.runtime.checks import check_engine
 
@@ -285,6 +286,32 @@ def test_a_frontier_for_an_engine_has_its_plans_alone() -> None:
     for point in points:
         shardings = {each.split(" ×")[0].partition(" remat")[0] for each in point.strategies.split(", ")}
         assert len(shardings) == 1, point.strategies
+
+
+@pytest.mark.parametrize(
+    ("engine", "decided", "expected"),
+    [
+        ("deepspeed", Decisions(remats=(Remat.SELECTIVE,)), "one of none, full"),
+        ("megatron", Decisions(pins=("fsdp=8",)), "not fsdp, which needs Megatron-FSDP"),
+        ("megatron", Decisions(modes={"zero": (2, 3)}), "not fsdp, which needs Megatron-FSDP"),
+        ("megatron", Decisions(modes={"zero": (1,)}), None),
+        ("megatron-fsdp", Decisions(modes={"zero": (1,)}), "zero among 3, 2"),
+        ("deepspeed", Decisions(pins=("blocks 0-3: cp=2",)), "not cp, which this engine does not run"),
+        ("accelerate", Decisions(num_stages=2), "this engine runs no pipelines"),
+        ("accelerate", Decisions(num_stages=1, remats=(Remat.NONE, Remat.SELECTIVE)), None),
+    ],
+)
+def test_a_decision_that_an_engine_does_not_have_is_refused_by_its_name(
+    engine: str, decided: Decisions, expected: str | None
+) -> None:
+    request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096, engine=engine)
+    request = replace(request, decisions=decided)
+    if expected is None:
+        refuse_impossible(request)
+    else:
+        with pytest.raises(UserError, match=expected) as error:
+            refuse_impossible(request)
+        assert error.value.field in ("--remat", "--pin", "--zero", "--stages")
 
 
 @pytest.mark.parametrize(

@@ -339,8 +339,7 @@ def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:
         longest = longest_sequence(request, progress=progress)
         return replace(longest.result, notes=tuple(longest.lines("{} tokens")))
     pins = request.decisions.pins
-    if pins:
-        refuse_impossible(request)
+    refuse_impossible(request)
     job = job_of(request if request.global_batch is not None else replace(request, global_batch=1))
     limit = "" if request.time_limit_s is None else f", at most {format_seconds(request.time_limit_s)}"
     progress(f"searching plans for {request.chain.name} on {request.cluster.name}{limit}")

@@ -18,6 +18,7 @@ from steelyard.plan.choices import NotSearched, StrategyVerdict, WhyNot
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, dimension_named, level_dimensions, modes
 from steelyard.plan.dimensions.dimension import Batch, Divides, Level
+from steelyard.plan.dimensions.fsdp import ZERO
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import shortfall
 from steelyard.plan.stages import illegal_reason
@@ -39,10 +40,46 @@ _MOST_TRIED = 64
 
 
 def refuse_impossible(request: PlanRequest) -> None:
-    """Raise `UserError` for the first pin of a request that no strategy can have, with the reasons."""
+    """Raise `UserError` for the first decision that no plan of the engine meets, or pin that no strategy can have."""
+    for option, decision in request.decisions.one_by_one().items():
+        expected = _engine_has(request, decision)
+        if expected is not None:
+            raise UserError(
+                field=option.partition(" ")[0],
+                found=f"{option} with the engine {request.engine.name}",
+                expected=expected,
+                hint="change it, leave it out, or plan for another engine",
+            )
     for pin in pins_of(request.decisions, request.chain):
         if reasons := impossible(request, pin):
             raise unmet(pin, reasons)
+
+
+def _engine_has(request: PlanRequest, decision: Decisions) -> str | None:
+    """Return what the engine has instead of a decision; None if it has plans with it."""
+    means = request.engine.capabilities
+    if means.mixes_layers:
+        return None
+    if decision.num_stages not in (None, 1) and not means.schedules:
+        return "one stage: this engine runs no pipelines"
+    if decision.remats and not means.remats.intersection(decision.remats):
+        return "one of " + ", ".join(remat for remat in Remat if remat in means.remats)
+    known, own = frozenset[Dimension]().union(*means.dimensions), request.engine.execution.states
+    chosen = dict(decision.modes or {})
+    if own is not None and own.zero in chosen.get(ZERO.key, ()):  # of all its data ranks, without a dimension
+        del chosen[ZERO.key]
+    wanted = [modes()[key][0] for key in chosen]
+    for pin in pins_of(decision, request.chain):
+        wanted += [DIMENSIONS[key] for key, value in pin.wanted if key in DIMENSIONS and value != "1"]
+    for dimension in wanted:
+        if dimension not in known:
+            reason = means.why_not.get(dimension.name, "which this engine does not run")
+            return f"dimensions among {', '.join(sorted(each.name for each in known))}, not {dimension.name}, {reason}"
+    for key, values in chosen.items():
+        offered = [str(each) for each in modes()[key][1].texts if means.offers(key, each)]
+        if not {*map(str, values)}.intersection(offered):
+            return f"{key} among {', '.join(offered)}"
+    return None
 
 
 def unmet(pin: Pin, reasons: Sequence[str]) -> UserError:
