@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places[item.path])
 
 
-def pytest_collection_finish() -> None:
-    """Exclude what is imported and collected by now from garbage collection, whose scans took 2 to 5 % of the CPU."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None]:
+    """Exclude what is imported and collected from garbage collection, whose scans took 2 to 5 % of the tests' CPU, and
+    an eighth of that of collecting.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

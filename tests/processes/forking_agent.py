@@ -99,8 +99,10 @@ def _run(words: list[str]) -> None:
 def main() -> None:
     """Run torchrun, which forks; Python warns of torchrun's threads, whose locks no fork takes."""
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+    gc.disable()
     for name in os.environ.get(PRELOAD, "").split():
         importlib.import_module(name)
+    gc.enable()
     agent.main(lambda handler, arguments, environment: Fork(arguments, environment, handler._stdout, handler._stderr))
 
 
