@@ -119,7 +119,7 @@ def test_settings_cut_the_blocks_evenly() -> None:
         ("megatron", Settings(tp=3), "3 for 8 devices"),
         ("megatron", Settings(micro_batch=3), "samples of the global batch"),
         ("megatron", Settings(pp=8, vpp=8), "64 parts of the pipeline for 32 blocks"),
-        ("megatron", Settings(tp=2, ep=3), "ranks of experts"),
+        ("megatron", Settings(ep=2), "1, because the model has no experts"),
         ("megatron", Settings(zero=3), "Megatron-FSDP"),
         ("megatron", Settings(zero=0), "has these states sharded"),
         ("accelerate", Settings(pp=2, zero=3), "a pipeline"),
@@ -129,6 +129,12 @@ def test_settings_cut_the_blocks_evenly() -> None:
 def test_settings_that_cannot_be_say_why(engine: str, settings: Settings, words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         plan_of_settings(job_under(llama(), ENGINES[engine]), settings)
+
+
+def test_experts_are_divided_over_a_multiple_of_the_ranks_of_tp() -> None:
+    job = job_of(make_request("mixtral-8x7b", "1x8xa100-80gb", global_batch=32, seq_len=4096))
+    with pytest.raises(UserError, match="ranks of experts by tp"):
+        plan_of_settings(job, Settings(tp=2, ep=3))
 
 
 def test_settings_shard_states_over_the_ranks_of_cp_where_no_samples_are_divided() -> None:

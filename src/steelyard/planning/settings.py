@@ -12,6 +12,7 @@ from steelyard.errors import InvalidPlanError, UserError
 from steelyard.files import read_text
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import load_model
+from steelyard.plan.dimensions import DIMENSIONS
 from steelyard.plan.dimensions.fsdp import ZERO
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs
@@ -142,6 +143,15 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
     Raises `UserError` if they divide devices, batch or experts unevenly, or if the engine cannot run them.
     """
     chain, devices = job.chain, job.cluster.num_devices
+    for dimension in DIMENSIONS.values():
+        degree = getattr(settings, dimension.name, 1)
+        if degree > 1 and (reason := dimension.serves(chain)):
+            raise UserError(
+                field=f"--{dimension.name}",
+                found=f"{degree} for {chain.name}",
+                expected=f"1, because {reason}",
+                hint="leave it out",
+            )
     model_ranks = settings.tp * settings.cp * settings.pp
     data = _divided("--tp, --cp and --pp", devices, model_ranks, "devices")
     count = _divided(
