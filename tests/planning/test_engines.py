@@ -250,6 +250,28 @@ def test_next_best_plans_are_of_configs_in_which_one_strategy_is_legal() -> None
     assert {each.pipeline.num_microbatches for each in plan.contenders()} == {1, 2, 4, 8}, "16 and 32 divide no samples"
 
 
+def test_batches_without_a_legal_plan_are_tried_and_said() -> None:
+    request = make_request("falcon-7b", "1x8xa100-40gb", global_batch="max", seq_len=8192, engine="deepspeed")
+    result = complete(request)
+    assert result.plan is None
+    assert [note.partition(": does not fit: ")[0] for note in result.notes[:4]] == [
+        f"global batch {count}" for count in (1, 2, 4, 8)
+    ]
+    assert "no strategy that every layer" in result.notes[0]
+
+
+@pytest.mark.parametrize("engine", ["native", "megatron", "torchtitan", "deepspeed"])
+def test_remat_is_asked_of_blocks(engine: str) -> None:
+    request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096, engine=engine)
+    for remat in (Remat.SELECTIVE, Remat.FULL):
+        if remat in request.engine.capabilities.remats or engine == "native":
+            asked = replace(request, decisions=Decisions(remats=(remat,)), num_fallbacks=0, num_next_best=0)
+            plan = complete(asked).plan
+            assert plan is not None
+            assert {strategy.remat for strategy in plan.strategies[1:-1]} == {remat}
+            assert plan.strategies[0].remat is Remat.NONE
+
+
 def test_a_batch_that_the_devices_do_not_divide_is_named() -> None:
     request = make_request("gpt2", "4x8xa100-40gb", global_batch=16, seq_len=1024, engine="transformers")
     with pytest.raises(UserError, match="a --global-batch that 32 divides"):

@@ -401,7 +401,7 @@ _MICRO_BATCH = "Samples of a microbatch per rank, in all blocks."
 MicroBatch = Annotated[int | None, count("--micro-batch", _MICRO_BATCH, PARALLELISM, most=limits.MOST_SAMPLES)]
 _MICROBATCHES = "Number of microbatches per step (gradient accumulation steps)."
 Microbatches = Annotated[int | None, count("--microbatches", _MICROBATCHES, PARALLELISM, most=limits.MOST_MICROBATCHES)]
-_REMATS = "Choices of activation checkpointing, as in none,selective,full."
+_REMATS = "Choices of activation checkpointing for blocks, as in none,selective,full."
 Remats = Annotated[str | None, option("--remat", "NAMES", _REMATS, PARALLELISM)]
 _SCHEDULES = f"Pipeline schedules to search: {', '.join(SCHEDULES)}."
 Schedules = Annotated[str | None, option("--schedule", "NAMES", _SCHEDULES, PARALLELISM)]

@@ -96,12 +96,27 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
             computed_s[place] = sum(of_types[layer_type] for layer_type in job.chain.layers)
         bubble = 0.0 if pipeline.schedule.splits_backward else (1 - 1 / pipeline.num_stages) / pipeline.num_chunks
         least_s = computed_s[place] * (pipeline.num_microbatches / pipeline.num_stages + bubble) * (1 - ROUNDING)
-        found.append(OnDemand(pipeline, least_s, partial(build_tables, config, offered[size], known)))
+        found.append(OnDemand(pipeline, least_s, partial(_tables, config, offered[size], known, decisions)))
     return (
         tuple(each.narrowed(partial(pinned, pins=pins, global_batch=job.global_batch)) for each in found)
         if pins
         else tuple(found)
     )
+
+
+def _tables(config: JobConfig, strategies: tuple[Strategy, ...], known: KnownCosts, decisions: Decisions) -> CostTables:
+    return with_remats(build_tables(config, strategies, known), config.job, decisions)
+
+
+def with_remats(tables: CostTables, job: Job, decisions: Decisions) -> CostTables:
+    """Return the tables in which blocks have only the remat choices of these decisions; other layers need none."""
+    remats = decisions.remats
+    if remats is None or Remat.NONE in remats:
+        return tables
+    roles = {each.name: each.role for each in job.chain.layer_types}
+    is_end = np.array([roles[name] is not LayerRole.BLOCK for name in tables.type_names])
+    allowed = np.array([strategy.remat in remats for strategy in tables.strategies], dtype=bool)
+    return replace(tables, legal=tables.legal & (allowed | is_end[:, None]))
 
 
 def is_uniform(job: Job, decisions: Decisions) -> bool:
@@ -326,6 +341,7 @@ def stage_strategies(job: Job, devices_per_stage: int, decisions: Decisions) -> 
 def space_options(job: Job, decisions: Decisions) -> SpaceOptions:
     """Return the options of the decision tree for this job, with the dimensions that can divide some layer.
 
+    Strategies without remat are always among them, because embedding and head may need them (`with_remats`).
     Strategies that a pin requires are offered even if their dimension considers them not worth a search.
     """
     pins, decisions = pins_of(decisions, job.chain), _within_engine(job, decisions)
@@ -333,7 +349,7 @@ def space_options(job: Job, decisions: Decisions) -> SpaceOptions:
     return SpaceOptions(
         dimensions=tuple(dimension for dimension in dimensions if not dimension.serves(job.chain)),
         modes=decisions.modes or {},
-        remats=tuple(Remat) if decisions.remats is None else decisions.remats,
+        remats=tuple(each for each in Remat if decisions.remats is None or each in (Remat.NONE, *decisions.remats)),
         mixes_samples=decisions.space != "paper",
         max_degrees=decisions.max_degrees or {},
         devices_per_node=job.cluster.devices_per_node,
@@ -430,7 +446,8 @@ class GroupSpace:
         placement = config.placement
         offered = [self._strategies(*each) for each in zip(placement.pools, placement.sizes(self._job), strict=True)]
         known = [self._known[pool] for pool in placement.pools]
-        return pooled_tables(self._job, placement, config.pipeline, offered, known)
+        found = pooled_tables(self._job, placement, config.pipeline, offered, known)
+        return with_remats(found, self._job, self._decisions)
 
     def _bound_within_s(self, config: PlacedPipeline, slowest_s: float, *, are_made: bool) -> float:
         pipeline, stages = config.pipeline, self._stages(config, are_made=are_made)

@@ -76,10 +76,12 @@ class Trials:
         return [*found, f"stopped: {self.stopped}"]
 
 
-def _try(study: Study, variant: Variant, size: int) -> tuple[Trial, PlanningResult]:
-    """Return the trial of a variant whose batch or length is ``size``, and the result of its search."""
+def _try(study: Study, variant: Variant, size: int) -> tuple[Trial, PlanningResult | None]:
+    """Return the trial of a variant whose batch or length is ``size``, and the result of its search; None if the size
+    leaves no legal plan."""
     result = study.plan(variant)
-    assert not isinstance(result, str), "other sizes leave the decisions as they are"
+    if isinstance(result, str):
+        return Trial(size=size, tokens_per_s=None, reason=result, has_margin=False), None
     prediction = result.plan.prediction if result.plan else None
     speed = prediction.tokens_per_s_per_device * study.request.cluster.num_devices if prediction else None
     return Trial(size=size, tokens_per_s=speed, reason=result.miss_text, has_margin=result.has_margin), result
@@ -91,7 +93,7 @@ def largest_batch(study: Study, *, progress: Callable[[str], None] = lambda _: N
     It starts from one sample per device and halves that until something fits. The batch of the study's job is ignored.
     """
 
-    def attempt(count: int) -> tuple[Trial, PlanningResult]:
+    def attempt(count: int) -> tuple[Trial, PlanningResult | None]:
         progress(f"planning for a global batch of {count}")
         larger = Variant(name=f"{count} samples", change=lambda request: replace(request, global_batch=count))
         return _try(study, larger, count)
@@ -101,10 +103,13 @@ def largest_batch(study: Study, *, progress: Callable[[str], None] = lambda _: N
 
     def grown(stopped: str) -> Trials:
         ordered = sorted(trials, key=lambda trial: trial.size)
+        if result is None:
+            raise _illegal("--global-batch", best)
         return Trials(tried=tuple(ordered), stopped=stopped, taken=best, result=result)
 
     while best.tokens_per_s is None and best.size % 2 == 0:
-        best, result = attempt(best.size // 2)
+        best, smaller = attempt(best.size // 2)
+        result = smaller or result
         trials.append(best)
     if best.tokens_per_s is None:
         return grown("nothing fits, however small the batch")
@@ -142,7 +147,7 @@ def longest_sequence(request: PlanRequest, *, progress: Callable[[str], None] = 
     trials: dict[int, Trial] = {}
     study = Study(request)
 
-    def attempt(seq_len: int) -> tuple[Trial, PlanningResult]:
+    def attempt(seq_len: int) -> tuple[Trial, PlanningResult | None]:
         longer = Variant(name=f"{seq_len} tokens", change=lambda request: replace(request, seq_len=seq_len))
         refuse_impossible(longer.change(request))
         return _try(study, longer, seq_len)
@@ -155,6 +160,8 @@ def longest_sequence(request: PlanRequest, *, progress: Callable[[str], None] = 
     def longest(stopped: str) -> Trials:
         taken = max(trials.values(), key=_worth)
         _, result = attempt(taken.size)
+        if result is None:
+            raise _illegal("--seq-len", taken)
         tried = tuple(trials[length] for length in sorted(trials))
         return Trials(tried=tried, stopped=stopped, taken=taken, result=result)
 
@@ -180,6 +187,15 @@ def longest_sequence(request: PlanRequest, *, progress: Callable[[str], None] = 
     if trials[short].tokens_per_s is not None:
         return longest(f"{short} tokens only fit under pressure: no plan leaves the memory margin free")
     return longest(f"{short} tokens do not fit: {trials[short].reason}")
+
+
+def _illegal(option: str, trial: Trial) -> UserError:
+    return UserError(
+        field=option,
+        found="max",
+        expected="a size for which some plan is legal",
+        hint=f"change the other options: with {trial.size} there is {trial.reason}",
+    )
 
 
 def _fits(trial: Trial) -> bool:

@@ -36,6 +36,7 @@ from steelyard.cost.job import Job
 from steelyard.cost.kernels import job_under
 from steelyard.cost.predict import predict
 from steelyard.cost.tables import CostTables
+from steelyard.engines.capabilities import block_layers
 from steelyard.engines.engine import Engine
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidClusterError, UserError
@@ -58,7 +59,15 @@ from steelyard.planning.choose import (
 )
 from steelyard.planning.job import job_of
 from steelyard.planning.price import describe, summarise
-from steelyard.planning.problem import GroupSpace, is_beaten, is_uniform, make_tables, pipeline_configs, space_options
+from steelyard.planning.problem import (
+    GroupSpace,
+    is_beaten,
+    is_uniform,
+    make_tables,
+    pipeline_configs,
+    space_options,
+    with_remats,
+)
 from steelyard.planning.request import Budget, PlanRequest
 from steelyard.planning.simple import DEPTH_GAIN, usual_stages
 from steelyard.schedules import SCHEDULES
@@ -379,10 +388,7 @@ class Study:
             time_limit_s=request.time_limit_s,
             uniform=is_uniform(job, request.decisions),
         )
-        try:
-            found = accepted(tables, num_exact=len(tables) if ranks_all(job) else 1)
-        except NoUniformPlanError as error:
-            return replace(answer, reason=error.found)
+        found = accepted(tables, num_exact=len(tables) if ranks_all(job) else 1)
         self._keep(request, job, found.bounded)
         if of_usual_depth and found.ranked and request.simplify_share:
             limit, most_s = usual_stages(self.job), (1 + DEPTH_GAIN) * found.ranked[0].step_s
@@ -424,12 +430,13 @@ class Study:
         if has_other_pins or (decisions.uniform and not theirs.decisions.uniform):
             return False
         is_scheduled = plan.num_stages == 1 or plan.schedule in decisions.allowed_schedules
-        options = space_options(self.job, decisions)
+        options, remats = space_options(self.job, decisions), decisions.remats or Remat
         return (
             is_scheduled
             and decisions.allows_stages(plan.num_stages)
             and decisions.num_microbatches in (None, plan.num_microbatches)
             and all(refusal(strategy, options) is None for strategy in set(plan.strategies))
+            and {plan.strategies[layer].remat for layer in block_layers(self.job.chain)} <= {*remats}
         )
 
     def _job_of(self, request: PlanRequest) -> Job:
@@ -467,6 +474,7 @@ class Study:
         options = space_options(job, decisions)
         offered = cache(lambda strategy: refusal(strategy, options) is None)
         tables = [each.narrowed(partial(_allowed, offered=offered)) for each in known]
+        tables = [each.narrowed(partial(with_remats, job=job, decisions=decisions)) for each in tables]
         if missing := wanted - {each.pipeline for each in known}:
             tables += [each for each in make_tables(job, decisions) if each.pipeline in missing]
         return tuple(tables)
