@@ -15,7 +15,7 @@ Devices are tried from the fewest upwards: divisors of a node on one node, then 
 Source: Miao et al. 2022, Algorithm 1 (the outer loop over batch sizes).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from steelyard.errors import UserError
@@ -102,10 +102,7 @@ def largest_batch(study: Study, *, progress: Callable[[str], None] = lambda _: N
     trials = [best]
 
     def grown(stopped: str) -> Trials:
-        ordered = sorted(trials, key=lambda trial: trial.size)
-        if result is None:
-            raise _illegal("--global-batch", best)
-        return Trials(tried=tuple(ordered), stopped=stopped, taken=best, result=result)
+        return _trials(trials, stopped, best, result, option="--global-batch")
 
     while best.tokens_per_s is None and best.size % 2 == 0:
         best, smaller = attempt(best.size // 2)
@@ -159,11 +156,7 @@ def longest_sequence(request: PlanRequest, *, progress: Callable[[str], None] = 
 
     def longest(stopped: str) -> Trials:
         taken = max(trials.values(), key=_worth)
-        _, result = attempt(taken.size)
-        if result is None:
-            raise _illegal("--seq-len", taken)
-        tried = tuple(trials[length] for length in sorted(trials))
-        return Trials(tried=tried, stopped=stopped, taken=taken, result=result)
+        return _trials(trials.values(), stopped, taken, attempt(taken.size)[1], option="--seq-len")
 
     length = min(FIRST_TOKENS, most)
     while not fits(length):
@@ -189,13 +182,19 @@ def longest_sequence(request: PlanRequest, *, progress: Callable[[str], None] = 
     return longest(f"{short} tokens do not fit: {trials[short].reason}")
 
 
-def _illegal(option: str, trial: Trial) -> UserError:
-    return UserError(
-        field=option,
-        found="max",
-        expected="a size for which some plan is legal",
-        hint=f"change the other options: with {trial.size} there is {trial.reason}",
-    )
+def _trials(
+    trials: Iterable[Trial], stopped: str, taken: Trial, result: PlanningResult | None, *, option: str
+) -> Trials:
+    """Return these trials in the order of their sizes. Raises `UserError` if no size left a legal plan."""
+    if result is None:
+        raise UserError(
+            field=option,
+            found="max",
+            expected="a size for which some plan is legal",
+            hint=f"change the other options: with {taken.size} there is {taken.reason}",
+        )
+    tried = sorted(trials, key=lambda trial: trial.size)
+    return Trials(tried=tuple(tried), stopped=stopped, taken=taken, result=result)
 
 
 def _fits(trial: Trial) -> bool:
