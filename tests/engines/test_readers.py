@@ -153,6 +153,9 @@ def test_a_users_own_recipe_is_read_and_the_rest_is_named(tmp_path: Path) -> Non
     expected, _ = price_settings(request, ENGINES["megatron-bridge"], "fp8", Settings(tp=2, pp=2))
     assert plan.prediction == expected.prediction
     assert notes == ("Not read of mine.py: tp_comm_overlap.",)
+    path.write_text(USERS_RECIPE.replace("fp8_current_scaling", "my_scaling"))
+    plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
+    assert (plan.precision, notes) == ("bf16", ("Not read of mine.py: mixed_precision, tp_comm_overlap.",))
 
 
 def test_an_unknown_schedule_in_a_file_is_an_error(tmp_path: Path) -> None:

@@ -216,7 +216,8 @@ def _recipe(
 def _values(text: str) -> Mapping[str, Any]:
     """Return the settings that a recipe in Python assigns to attributes or passes by keyword to a configuration.
 
-    Of any other text, its options (`megatron.arguments`).
+    Of any other text, its options (`megatron.arguments`). A precision that is unknown here is not read, and bf16, that
+    of Megatron-Bridge's own recipes, is taken.
     """
     if _MARK not in text:
         return megatron.arguments(text)
@@ -230,13 +231,15 @@ def _values(text: str) -> Mapping[str, Any]:
             if called in ("LoRA", "DoRA"):
                 raise ValueError(f"{called}, whose adapters belong to fused matrices; only CanonicalLoRA is read")
             found |= {"train": _lora(given)} if called == "CanonicalLoRA" else given if called in _READ else {}
-    told = str(found.pop("mixed_precision", text))
-    precision: Precision = next((name for name, made in _PRECISIONS.items() if made.partition("(")[0] in told), "bf16")
+    told = str(found.get("mixed_precision", text))
+    precision = next((name for name, made in _PRECISIONS.items() if made.partition("(")[0] in told), None)
+    if precision is not None:
+        found.pop("mixed_precision", None)
     modules = found.get("recompute_modules")
     if isinstance(modules, list):
         found["recompute_modules"] = " ".join(map(str, modules))
     on = {name: value for name, value in found.items() if value is not None and value is not False}
-    return on | megatron.attributes(megatron.FLAGS[precision])
+    return on | megatron.attributes(megatron.FLAGS[precision or "bf16"])
 
 
 def _lora(given: Mapping[str, Any]) -> str:
