@@ -113,16 +113,28 @@ def test_a_schedule_of_other_stages_or_chunks_is_an_error(changes: dict[str, Any
         price_settings(request, ENGINES["torchtitan"], "bf16", settings)
 
 
+LORA = "lora:r=4,alpha=16,targets=q_proj+k_proj+v_proj,dropout=0.1"
+
+
 @pytest.mark.slow
-def test_adapters_of_a_recipe_are_read_again(tmp_path: Path) -> None:
-    lever = "lora:r=4,alpha=16,targets=q_proj+k_proj+v_proj,dropout=0.1"
-    asked = {"global_batch": 16, "seq_len": 4096, "memory_margin": 0.0, "levers": {"train": lever}}
-    request = make_request("llama3-8b", CLUSTER, engine="megatron-bridge", **asked)  # type: ignore[arg-type]
-    plan, _ = price_settings(request, ENGINES["megatron-bridge"], "bf16", Settings(tp=2))
+@pytest.mark.parametrize(
+    ("engine", "levers", "settings", "file"),
+    [
+        ("megatron-bridge", {"train": LORA}, Settings(tp=2), "bridge_recipe.py"),
+        ("deepspeed", {"offload": "parameters"}, Settings(zero=3, sp=False), "ds_config.json"),
+    ],
+)
+def test_levers_of_a_file_are_read_again(
+    engine: str, levers: dict[str, str], settings: Settings, file: str, tmp_path: Path
+) -> None:
+    asked = {"global_batch": 16, "seq_len": 4096, "memory_margin": 0.0, "levers": levers}
+    request = make_request("llama3-8b", CLUSTER, engine=engine, **asked)  # type: ignore[arg-type]
+    plan, _ = price_settings(request, ENGINES[engine], "bf16", settings)
     written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
-    path = tmp_path / "recipe.py"
-    path.write_text(dict(export_plan(TARGETS["megatron-bridge"], written).files)["bridge_recipe.py"])
-    again, _ = plan_of_file(path, "llama3-8b", CLUSTER)
+    path = tmp_path / file
+    path.write_text(dict(export_plan(TARGETS[engine], written).files)[file])
+    again, notes = plan_of_file(path, "llama3-8b", CLUSTER, seq_len=4096)
+    assert not any("offload" in note for note in notes)
     assert again.chosen_levers == plan.chosen_levers
     assert again.prediction == plan.prediction
 

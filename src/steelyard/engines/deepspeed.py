@@ -36,6 +36,8 @@ PRESETS = {
     "deepseek_v3": "deepseek_v3",
 }
 """AutoEP's name for the layout of a model's experts, by model type."""
+_OFFLOADED = ("param", "optimizer")
+"""What a plan that offloads parameters has in host memory. DeepSpeed also offloads the optimizer alone."""
 _SCALED = {
     "enabled": True,
     "loss_scale": 0,
@@ -86,7 +88,7 @@ def _content(view: UniformPlan, preset: str | None) -> dict[str, Any]:
     if view.fsdp > 1:
         zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
         if view.on_host:
-            zero |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in ("param", "optimizer")}
+            zero |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in _OFFLOADED}
         zero |= {"stage3_gather_16bit_weights_on_model_save": True} if view.zero == 3 else {}
     content: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": view.microbatch_per_rank,
@@ -124,6 +126,10 @@ def _values(text: str) -> Mapping[str, Any]:
 
 def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSettings:
     entries.skip("_comment", "activation_checkpointing.partition_activations", *(f"fp16.{key}" for key in _SCALED))
+    offloads = [f"zero_optimization.offload_{name}" for name in _OFFLOADED]
+    parts = [entries.values.get(name) for name in offloads]
+    are_offloaded = all(isinstance(part, dict) and part.get("device") == "cpu" for part in parts)
+    entries.skip(*(offloads if are_offloaded else ()))
     is_recomputed = any(name.startswith("activation_checkpointing") for name in entries.values)
     tp = entries.number("tensor_parallel.autotp_size")
     micro_batch = entries.number("train_micro_batch_size_per_gpu")
@@ -142,6 +148,7 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
         global_batch=batch,
         seq_len=None,
         precision=next((name for name, is_on in has.items() if is_on), "fp32"),
+        levers={"offload": "parameters"} if are_offloaded else {},
         unread=entries.unread,
     )
 
