@@ -37,7 +37,7 @@ PRESETS = {
 }
 """AutoEP's name for the layout of a model's experts, by model type."""
 _OFFLOADED = ("param", "optimizer")
-"""What a plan that offloads parameters has in host memory. DeepSpeed also offloads the optimizer alone."""
+"""Parts of a plan with offloaded parameters that are in host memory. DeepSpeed also offloads the optimizer alone."""
 _SCALED = {
     "enabled": True,
     "loss_scale": 0,
