@@ -5,6 +5,7 @@ in code or papers from values fitted to those runs. `Kernels` are data that `ste
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
@@ -233,6 +234,10 @@ class Execution:
         """Memory terms for which the allocator reserves exactly their size."""
         own = ("context", "parameters", "gradients", "optimizer", "optimizer step")
         return own if self.keeps_own_buffers else ()
+
+    def has_always(self, mode: str, values: Collection[object]) -> bool:
+        """Return whether all plans have one of these values of a mode, which then needs no dimension."""
+        return self.states is not None and mode == "zero" and self.states.zero in values
 
     def optimizer_shards(self, data_degree: int) -> int:
         """Number of ranks over which the optimizer states of a replicated layer are divided."""

@@ -18,7 +18,6 @@ from steelyard.plan.choices import NotSearched, StrategyVerdict, WhyNot
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, dimension_named, level_dimensions, modes
 from steelyard.plan.dimensions.dimension import Batch, Divides, Level
-from steelyard.plan.dimensions.fsdp import ZERO
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import shortfall
 from steelyard.plan.stages import illegal_reason
@@ -64,10 +63,8 @@ def _engine_has(request: PlanRequest, decision: Decisions) -> str | None:
         return "one stage: this engine runs no pipelines"
     if decision.remats and not means.remats.intersection(decision.remats):
         return "one of " + ", ".join(remat for remat in Remat if remat in means.remats)
-    known, own = frozenset[Dimension]().union(*means.dimensions), request.engine.execution.states
-    chosen = dict(decision.modes or {})
-    if own is not None and own.zero in chosen.get(ZERO.key, ()):  # of all its data ranks, without a dimension
-        del chosen[ZERO.key]
+    known, execution = frozenset[Dimension]().union(*means.dimensions), request.engine.execution
+    chosen = {key: values for key, values in (decision.modes or {}).items() if not execution.has_always(key, values)}
     wanted = [modes()[key][0] for key in chosen]
     for pin in pins_of(decision, request.chain):
         wanted += [DIMENSIONS[key] for key, value in pin.wanted if key in DIMENSIONS and value != "1"]
