@@ -135,8 +135,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     runs = Runs(tmp_path_factory.mktemp("optimizers"))
     write_tokens(runs.folder)
     jobs, result = runs.folder / "jobs.json", runs.folder / "result.json"
-    cases = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    jobs.write_text(json.dumps(runs.jobs({tuple(case.values()) for case in cases})))
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    jobs.write_text(json.dumps(runs.jobs({tuple(item.callspec.params.values()) for item in items})))
     runs.losses = run_module("tests.runtime.run_worker", jobs, result=result)
     return runs
 
