@@ -430,7 +430,7 @@ class Study:
         if has_other_pins or (decisions.uniform and not theirs.decisions.uniform):
             return False
         is_scheduled = plan.num_stages == 1 or plan.schedule in decisions.allowed_schedules
-        options, remats = space_options(self.job, decisions), decisions.remats or Remat
+        options, remats = space_options(self.job, decisions), Remat if decisions.remats is None else decisions.remats
         return (
             is_scheduled
             and decisions.allows_stages(plan.num_stages)
