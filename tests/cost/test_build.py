@@ -9,6 +9,7 @@ from steelyard.cost.build import KnownCosts
 from steelyard.cost.job import Job
 from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_load import refusal
+from steelyard.cost.memory import layer_rows
 from steelyard.engines.megatron import MEGATRON
 from steelyard.hardware import parse_cluster
 from steelyard.plan.decisions import Decisions
@@ -49,11 +50,13 @@ def test_configs_priced_together_cost_what_each_does_alone(of) -> None:
             [refusal(layer_type, each, where) is None for each in strategies] for layer_type in own.chain.layer_types
         ]
         assert costs.legal.tolist() == allowed
+        rows = layer_rows(where, strategies, costs.legal)
+        assert np.array_equal(costs.rows.terms, rows.counted(own).terms)
         for row, column in np.argwhere(costs.legal).tolist():
             cost = layer_cost(own.chain.layer_types[row], strategies[column], where)
             assert time_s[row, column] == cost.microbatch_s + sum(cost.once_s.values()) / count
             own_bytes = layer_bytes(own.chain.layer_types[row], strategies[column], where)
-            assert costs.rows.terms[:6, row, column].sum() == sum(own_bytes.static_bytes.values())
-            assert costs.rows.terms[6, row, column] == own_bytes.activation_bytes
-            assert costs.rows.of_tensors.works[row, column] == own_bytes.transient_bytes
+            assert rows.terms[:6, row, column].sum() == sum(own_bytes.static_bytes.values())
+            assert rows.terms[6, row, column] == own_bytes.activation_bytes
+            assert rows.of_tensors.works[row, column] == own_bytes.transient_bytes
     assert any(each.remat is not Remat.NONE for each in strategies)

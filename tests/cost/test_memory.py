@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from steelyard.cost.build import build_tables
+from steelyard.cost.context import slack_fraction
 from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.predict import predict_memory
@@ -132,7 +133,11 @@ def test_a_plan_of_a_framework_takes_what_the_search_adds_up(config: tuple[int, 
     where = JobConfig(job=of, pipeline=pipeline(num_stages, count, schedule, chunks))
     for drawn in drawn_plans(of, where, 6):
         found = evaluate(drawn.tables, drawn.boundaries, drawn.strategies).stages
-        assert [each.total_bytes for each in found] == tensor_bytes(drawn.plan, of)
+        predicted = [sum(terms.values()) for terms in predict_memory(drawn.plan, of)]
+        gaps = [
+            each.total_bytes * (1 + slack_fraction(of)) - bytes_ for each, bytes_ in zip(found, predicted, strict=True)
+        ]
+        assert 0 <= min(gaps) <= max(gaps) < 100  # bytes: bytes of the engine's own buffers are counted rounded up
 
 
 def test_layers_behind_the_one_that_works_have_freed_what_they_saved() -> None:

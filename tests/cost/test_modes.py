@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from steelyard.cost.build import slack_fraction
-from steelyard.cost.context import PROCESS_BYTES, context_bytes
+from steelyard.cost.context import PROCESS_BYTES, context_bytes, slack_fraction
 from steelyard.cost.job import Job
 from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_memory import layer_states

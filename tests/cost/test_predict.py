@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from steelyard.cost.build import build_tables, slack_fraction
-from steelyard.cost.context import communicator_bytes, context_bytes
+from steelyard.cost.build import build_tables
+from steelyard.cost.context import communicator_bytes, context_bytes, slack_fraction
 from steelyard.cost.job import Job, stage_configs
 from steelyard.cost.predict import model_flop_per_s, predict, predict_memory
 from steelyard.errors import InvalidPlanError, UserError

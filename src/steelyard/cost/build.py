@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.communication import crossing_s, send_recv_s
 from steelyard.cost.compute import compute_time
+from steelyard.cost.context import slack_fraction
 from steelyard.cost.fold import folded
 from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer import KnownPasses, layer_costs, tied_s, weight_pass_s
@@ -88,8 +89,8 @@ class LayerCosts:
 
     @cached_property
     def rows(self) -> LayerRows:
-        """Bytes of layers."""
-        return layer_rows(self._config, self.strategies, self.legal)
+        """Bytes of layers, as counted within `usable_bytes`."""
+        return layer_rows(self._config, self.strategies, self.legal).counted(self._config.job)
 
     def time_s(self, layer_types: Sequence[int], config: JobConfig, *, alike: bool = False) -> NDArray[np.float64]:
         """Seconds [len(layer_types), S] in a configuration: only tied matrices depend on the distance of its stages.
@@ -272,11 +273,3 @@ def usable_bytes(job: Job) -> int:
         most = int(each.budget_bytes / (1 + slack))
         found.append(most + (most + 1 + int(slack * (most + 1)) <= each.budget_bytes))
     return max(found)
-
-
-def slack_fraction(job: Job) -> float:
-    """Reserved over allocated memory minus one, measured or assumed; 0 on a CPU, whose allocator reserves nothing."""
-    if not job.cluster.device.is_gpu:
-        return 0.0
-    measured = job.profile.reserved_over_allocated
-    return job.execution.reserve if measured is None else measured - 1

@@ -1,4 +1,4 @@
-r"""GPU memory outside the tensor allocator: the CUDA context and the buffers of NCCL communicators.
+r"""GPU memory beyond tensors: the CUDA context, the buffers of NCCL communicators, and the slack of torch's allocator.
 
 A rank has one communicator for every group of its layers' collectives, and one for the stages of a pipeline:
 
@@ -19,7 +19,10 @@ Megatron on 8 H100). Published runs are inconclusive: if their total memory is k
 5 GiB too high.
 """
 
-from steelyard.cost.job import JobConfig
+import numpy as np
+from numpy.typing import NDArray
+
+from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import layer_load, layer_profile, traffic_group
 from steelyard.model.chain import LayerType
 from steelyard.plan.strategy import Strategy
@@ -57,6 +60,30 @@ def communicator_bytes(layer_type: LayerType, strategy: Strategy, config: JobCon
         for each in dimension.traffic(load)
     }
     return sum(_of_ranks(group.size) for group in groups if group.size > 1)
+
+
+def slack_fraction(job: Job) -> float:
+    """Reserved over allocated memory minus one, measured or assumed; 0 on a CPU, whose allocator reserves nothing."""
+    if not job.cluster.device.is_gpu:
+        return 0.0
+    measured = job.profile.reserved_over_allocated
+    return job.execution.reserve if measured is None else measured - 1
+
+
+def apart_slack(job: Job) -> float:
+    """The slack that bytes outside torch's allocator do not have (`Execution.kept_apart`); 0 if none lie there."""
+    return slack_fraction(job) if job.execution.kept_apart else 0.0
+
+
+def counted_bytes(apart_bytes: NDArray[np.int64], job: Job) -> NDArray[np.int64]:
+    """Bytes outside torch's allocator divided by 1 + slack, to compare them with a budget that is divided so."""
+    slack = apart_slack(job)
+    return apart_bytes - (slack / (1 + slack) * apart_bytes).astype(np.int64)
+
+
+def counted_context_bytes(config: JobConfig) -> int:
+    """Bytes of `context_bytes` as `counted_bytes`."""
+    return int(counted_bytes(np.array(context_bytes(config)), config.job))
 
 
 def _of_ranks(count: int) -> int:

@@ -53,8 +53,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.context import communicator_bytes, context_bytes
-from steelyard.cost.job import JobConfig, layer_precision, side_bytes
+from steelyard.cost.context import (
+    apart_slack,
+    communicator_bytes,
+    context_bytes,
+    counted_bytes,
+    counted_context_bytes,
+)
+from steelyard.cost.job import Job, JobConfig, layer_precision, side_bytes
 from steelyard.cost.layer_load import held_params, layer_profile, rank_samples
 from steelyard.cost.layer_memory import LayerRow, layer_states, without_tied
 from steelyard.cost.tables import CostTables, Received
@@ -98,8 +104,20 @@ class LayerRows:
     @property
     def of_tensors(self) -> "LayerRows":
         """The rows without communicators."""
-        works, ends, first = (each - self.communicators for each in (self.works, self.ends, self.first_reduction))
-        return replace(self, works=works, ends=ends, first_reduction=first)
+        return self._with_communicators(np.zeros_like(self.communicators))
+
+    def counted(self, job: Job) -> "LayerRows":
+        """The rows with what lies outside torch's allocator as `counted_bytes`."""
+        if not (apart := job.execution.kept_apart):
+            return self
+        is_apart = np.array([[[name in apart]] for name in TERMS])
+        terms = np.where(is_apart, counted_bytes(self.terms, job), self.terms)
+        return replace(self, terms=terms)._with_communicators(counted_bytes(self.communicators, job))
+
+    def _with_communicators(self, new: IntTable) -> "LayerRows":
+        change = new - self.communicators
+        works, ends, first = (each + change for each in (self.works, self.ends, self.first_reduction))
+        return replace(self, works=works, ends=ends, first_reduction=first, communicators=new)
 
 
 def layer_rows(config: JobConfig, strategies: Sequence[Strategy], legal: NDArray[np.bool_]) -> LayerRows:
@@ -375,8 +393,8 @@ def _overheads(config: JobConfig) -> tuple[int, ...]:
     has_own = job.execution.keeps_own_buffers
     side = 0 if has_own else job.once(key, lambda: side_bytes(set(job.chain.layer_types), config))
     exchanged = 0 if has_own else exchanged_bytes(config)
-    flights = map(pipeline.in_flight, range(pipeline.num_stages))
-    return tuple(min(context_bytes(config) + each * side + exchanged, MOST_BYTES) for each in flights)
+    context, flights = counted_context_bytes(config), map(pipeline.in_flight, range(pipeline.num_stages))
+    return tuple(min(context + each * side + exchanged, MOST_BYTES) for each in flights)
 
 
 def exchanged_bytes(config: JobConfig) -> int:
@@ -462,7 +480,8 @@ def _of_pairs(config: JobConfig, pairs: Sequence[tuple[int, Strategy]]) -> tuple
         transfer_s=0.0,
         overhead_bytes=0,
     )
-    return with_memory(tables, config, rows), with_memory(tables, config, rows.of_tensors), rows
+    counted = rows.counted(config.job)
+    return with_memory(tables, config, counted), with_memory(tables, config, counted.of_tensors), rows
 
 
 def _stage_terms(
@@ -492,7 +511,7 @@ def _stage_terms(
         for each in (tables, of_tensors)
     )
     buffers = 0 if config.job.execution.keeps_own_buffers else exchanged_bytes(config)
-    read = tables.overhead_of(stage) - context_bytes(config) - buffers
+    read = tables.overhead_of(stage) - counted_context_bytes(config) - buffers
     terms["activations"] = _activations(tables, parts, strategies, config, stage, place) + read
     last = layers[-1]
     if last < chain.num_layers - 1:
@@ -504,7 +523,7 @@ def _stage_terms(
             buffers += int(tables.received.hidden_bytes[first]) * (tables.received.kept[stage] + in_flight)
         else:
             buffers += int(tables.received.num_bytes(stage, in_flight)[place[before], first])
-    context = context_bytes(config) + most - working
+    context = context_bytes(config) + int((1 + apart_slack(config.job)) * (most - working))
     return terms | {"working set": working + samples, "pipeline buffers": buffers, "context": context}
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from steelyard.cost.build import border_s, slack_fraction, transfer_s
+from steelyard.cost.build import border_s, transfer_s
 from steelyard.cost.compute import step_overhead_s
+from steelyard.cost.context import slack_fraction
 from steelyard.cost.job import Job, JobConfig, stage_configs
 from steelyard.cost.layer import LayerCost, layer_cost, weight_pass_s
 from steelyard.cost.memory import host_bytes, plan_memory

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Self
 
-from steelyard.cost.build import slack_fraction, usable_bytes
+from steelyard.cost.build import usable_bytes
+from steelyard.cost.context import slack_fraction
 from steelyard.cost.job import Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, joined_pools

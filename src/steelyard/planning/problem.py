@@ -26,7 +26,7 @@ from steelyard.cost.build import (
     transfer_s,
     usable_bytes,
 )
-from steelyard.cost.context import context_bytes
+from steelyard.cost.context import counted_context_bytes
 from steelyard.cost.fold import why_not_folded
 from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.memory import TERMS
@@ -592,7 +592,7 @@ class _StageLayers:
         self.transfer_s = transfer_s(config)
         self.fastest = priced_layers(costs.legal, time_s, np.zeros(costs.legal.shape, dtype=np.int64), counts)
         """Layers priced by their times alone."""
-        self.room_bytes = usable_bytes(config.job) - context_bytes(config)
+        self.room_bytes = usable_bytes(config.job) - counted_context_bytes(config)
 
     def within(self, in_flight: int, counts: Sequence[int], *, has_gradients: bool) -> PricedLayers:
         """Return the layers priced with a lower bound of their bytes at this number of microbatches in flight."""
