@@ -189,13 +189,13 @@ class Strategy:
 
     def without_remat(self) -> "Strategy":
         """Return the strategy without recomputation."""
-        return Strategy(levels=self.levels, modes=self.modes)
+        return _strategy(self.levels, Remat.NONE, self.modes)
 
     def with_whole_experts(self) -> "Strategy":
         """Return the strategy for a neighbouring layer without experts: no modes of dimensions without own ranks."""
         known = modes()
         own = tuple((key, value) for key, value in self.modes if known[key][0].is_level)
-        return Strategy(levels=self.levels, remat=self.remat, modes=own)
+        return _strategy(self.levels, self.remat, own)
 
     def with_whole_tensors(self) -> "Strategy":
         """Return the strategy for a neighbouring layer that cannot use tp: ranks that divide tensors divide samples
