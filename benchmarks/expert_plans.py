@@ -34,7 +34,7 @@ from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import plan_job
-from steelyard.planning.complete import ENGINE_LIMIT_S, complete, engine_answers
+from steelyard.planning.complete import complete, engine_answers, engine_limit_s
 from steelyard.planning.job import job_of
 from steelyard.planning.price import describe, peak_bytes, summarise
 from steelyard.planning.request import make_request
@@ -177,7 +177,7 @@ def planned_natively(row: Mapping[str, str], folder: Path) -> str:
     started = time.process_time()
     result = complete(request)
     planned = time.process_time()
-    engine_answers(request, result, limit_s=ENGINE_LIMIT_S)
+    engine_answers(request, result, limit_s=engine_limit_s(planned - started))
     ended = time.process_time()
     plan, configs = result.plan, result.search.configs
     made = sum(each.is_made for each in result.tables)

@@ -57,7 +57,7 @@ def _searched_once(request: pytest.FixtureRequest) -> Iterator[None]:
     shows_engines = getattr(request.module, "SHOWS_ENGINES", False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "complete", _once(plan.complete, lambda request, progress: request))
-        others = _once(plan.engine_answers, lambda request, result, progress, limit_s=None: (request, limit_s))
+        others = _once(plan.engine_answers, lambda request, result, progress, limit_s=None: (request, limit_s is None))
 
         def answers(*given: Any, limit_s: float | None = None, **named: Any) -> Any:
             return others(*given, limit_s=limit_s, **named) if shows_engines or limit_s is None else ()

@@ -9,9 +9,10 @@ from rich.console import Console
 from steelyard.cli import app as application
 from steelyard.cli.options import whole
 from steelyard.errors import UserError
+from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan, pipeline_text
-from steelyard.report.plan_table import answer_view, stage_texts
+from steelyard.report.plan_table import answer_view, engine_line, fastest_engines, stage_texts
 from tests.cli.conftest import Run, user_error
 from tests.cost.examples import cluster, job, plan
 from tests.report.html.examples import pipelined
@@ -126,3 +127,16 @@ def application_groups() -> tuple[str | None, ...]:
     from steelyard.cli.options import GROUPS
 
     return GROUPS
+
+
+def test_engines_whose_search_was_cut_short_are_named() -> None:
+    found = [
+        ComparedBaseline(name=name, step_time_s=seconds, slowdown=seconds / 10 - 1, is_bound=is_bound)
+        for name, seconds, is_bound in (("a", 8.0, False), ("b", 9.0, True), ("c", 11.0, False), ("d", 12.0, True))
+    ]
+    found.append(ComparedBaseline(name="e", is_bound=True))
+    text = fastest_engines(found)
+    assert text.startswith("a 8.00 s (−20.0%), b ≤ 9.00 s (−10.0%), c 11.0 s (+10.0%)")
+    assert text.endswith("; not searched to the end: d, e; all: --engines")
+    assert engine_line(found[-1]) == "  e: no plan found before the time was up"
+    assert fastest_engines([ComparedBaseline(name="f", reason="it has no experts")]) == ""

@@ -140,7 +140,8 @@ def test_every_command_shown_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr("steelyard.planning.advise.TOTAL_S", 2.0)
-    monkeypatch.setattr("steelyard.cli.plan.ENGINE_LIMIT_S", 0.1)
+    monkeypatch.setattr("steelyard.planning.complete.ENGINE_LIMIT_S", 0.1)
+    monkeypatch.setattr("steelyard.planning.complete.ENGINE_SHARE", 0.0)
     for words in commands(document):
         if reason_not_to_run(words) is None and tuple(sorted(words)) not in have_run:
             result = CliRunner().invoke(app, with_less(words))

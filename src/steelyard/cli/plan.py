@@ -1,6 +1,7 @@
 """``steelyard plan``: the fastest plan for a model on a cluster within a memory budget."""
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import PlanningResult
-from steelyard.planning.complete import ENGINE_LIMIT_S, complete, engine_answers
+from steelyard.planning.complete import complete, engine_answers, engine_limit_s
 from steelyard.planning.pins import MICRO_BATCH
 from steelyard.planning.problem import problem_of
 from steelyard.planning.request import (
@@ -143,12 +144,14 @@ def plan(
         )
         if request.is_mixed:
             not_with_pools({"--save-problem": problem})
+        started = time.process_time()
         result = complete(request, progress=show)
         others: tuple[ComparedBaseline, ...] = ()
         if engines:
             others = engine_answers(request, result, progress=show)
         elif not as_json and request.engine == NATIVE:
-            others = engine_answers(request, result, limit_s=ENGINE_LIMIT_S, progress=show)
+            limit_s = engine_limit_s(time.process_time() - started)
+            others = engine_answers(request, result, limit_s=limit_s, progress=show)
         if problem is not None:
             from steelyard.search.problem import save_problem
 

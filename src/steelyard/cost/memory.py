@@ -229,38 +229,47 @@ def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConf
     Gradients that are accumulated late, and temporaries of the optimizer step, count only beyond the layer's saved
     bytes.
     """
-    execution, job = config.job.execution, config.job
+    execution, job, row = config.job.execution, config.job, LayerRow.of(layer_type, chosen, config)
+    saved, _, _, forward, backward, read, _ = row.work(config)
+    key = "own states", layer_type.name, config.is_piped, tuple(chosen)
+    states = job.once(key, lambda: np.array([_own_states(layer_type, each, config) for each in chosen]).T)
+    trained, parameters, gradients, optimizer, stepping, bucket = states
+    freed = gradients * (execution.frees_gradients and not config.has_several)
+    late = np.maximum(0, job.compute_bytes * trained * execution.accumulates_late + freed - saved)
+    step = np.maximum(0, freed + stepping - saved - late)
+    working = np.maximum.reduce([forward, backward, np.zeros_like(saved)]) + bucket
+    sample_degree, _, sequence_degree = row.numbers
+    share = config.microbatch_samples // (sample_degree * sequence_degree)
+    sent = share * _entries(layer_type, config)[1] * job.compute_bytes * execution.kept_transfers
+    found = [parameters, gradients - freed + late, optimizer, step, read, 0, saved, 0, *[working] * 3, 0, 0, sent, 0]
+    return np.stack(np.broadcast_arrays(*found)).astype(np.int64)
+
+
+def _own_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> tuple[int, ...]:
+    """Return the number of trained parameters that a rank keeps, and bytes of its parameters, gradients, optimizer
+    states, temporaries of the optimizer step, and bucket of gradients."""
+    execution, job, layer = config.job.execution, config.job, layer_profile(layer_type, strategy, config)
     assert execution.states is not None, "no other keeps buffers of its own"
-    saved, _, _, forward, backward, read, _ = LayerRow.of(layer_type, chosen, config).work(config)
-    found = np.zeros((15, len(chosen)), dtype=np.int64)
-    is_again = layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and not config.is_piped
-    for place, strategy in enumerate(chosen):
-        layer = layer_profile(layer_type, strategy, config)
-        layer = without_tied(layer, job, strategy) if is_again else layer
-        trained, states, shards = layer.trained, execution.states, execution.shard_degree
-        kept = states.kept_bytes(
-            trained.num_params, strategy, shards, expert_params=trained.expert_params, effects=job.effects
-        )
-        frozen = states.of_frozen.kept_bytes(
-            layer.frozen_params, strategy, shards, expert_params=layer.frozen_expert_params
-        )
-        late = kept["parameters"] * job.compute_bytes // states.parameters if execution.accumulates_late else 0
-        freed = kept["gradients"] if execution.frees_gradients and not config.has_several else 0
-        late = max(0, late + freed - int(saved[place]))
-        step = freed + execution.step_bytes(kept["parameters"], strategy.data_degree) - int(saved[place])
-        gradients = kept["gradients"] - freed + late
-        quantized = layer.buffer_bytes if job.chain.has_adapters else 0
-        optimizer = kept["optimizer"] + (job.effects.layer_state_bytes if trained.num_params else 0)
-        parameters = kept["parameters"] + frozen["parameters"] + quantized
-        if layer_type.role is LayerRole.BLOCK and layer_precision(job.precision) != job.precision:
-            parameters += execution.low_copies * held_params(layer.trained, strategy)
-        found[:4, place] = parameters, gradients, optimizer, max(0, step - late)
-        bucket = execution.bucket_bytes if strategy.data_degree > 1 else 0
-        share = config.microbatch_samples // (strategy.sample_degree * strategy.sequence_degree)
-        found[13, place] = share * _entries(layer_type, config)[1] * job.compute_bytes * execution.kept_transfers
-        found[8:11, place] = max(int(forward[place]), int(backward[place]), 0) + bucket
-    found[4], found[6] = read, saved
-    return found
+    if layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and not config.is_piped:
+        layer = without_tied(layer, job, strategy)
+    trained, states, shards = layer.trained, execution.states, execution.shard_degree
+    kept = states.kept_bytes(
+        trained.num_params, strategy, shards, expert_params=trained.expert_params, effects=job.effects
+    )
+    frozen = states.of_frozen.kept_bytes(
+        layer.frozen_params, strategy, shards, expert_params=layer.frozen_expert_params
+    )
+    parameters = kept["parameters"] + frozen["parameters"] + layer.buffer_bytes * job.chain.has_adapters
+    if layer_type.role is LayerRole.BLOCK and layer_precision(job.precision) != job.precision:
+        parameters += execution.low_copies * held_params(layer.trained, strategy)
+    return (
+        kept["parameters"] // states.parameters,
+        parameters,
+        kept["gradients"],
+        kept["optimizer"] + job.effects.layer_state_bytes * (trained.num_params > 0),
+        execution.step_bytes(kept["parameters"], strategy.data_degree),
+        execution.bucket_bytes * (strategy.data_degree > 1),
+    )
 
 
 def memory_tables(config: JobConfig, strategies: Sequence[Strategy], rows: LayerRows) -> dict[str, Any]:

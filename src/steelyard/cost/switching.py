@@ -134,11 +134,12 @@ def _between(
     """Seconds [D, D, M] from each placement to each other, forward and backward, for the tensors of a flow."""
     costs = np.zeros((len(placements), len(placements), len(config.samples)))
     for entries, is_needed in flow:
-        step_s = _step_seconds(sizes, entries, config)
+        step_s, there_s = _step_seconds(sizes, entries, config), np.zeros_like(costs)
         for row, before in enumerate(placements):
             for column, after in enumerate(placements):
-                steps = (*moves(before, after, sizes), *(moves(after, before, sizes) if is_needed else ()))
-                costs[row, column] += config.job.time_factor * sum(map(step_s, steps), start=0.0)
+                if steps := moves(before, after, sizes):
+                    there_s[row, column] = sum(map(step_s, steps))
+        costs += config.job.time_factor * (there_s + np.swapaxes(there_s, 0, 1) if is_needed else there_s)
     return costs
 
 
@@ -167,16 +168,18 @@ def moves(before: Placement, after: Placement, sizes: tuple[int, ...]) -> tuple[
     for axis in reversed(range(len(sizes))):
         whole = reordered and {current[axis], after[axis]} & _OF_SEQUENCE
         wanted = "R" if whole or _is_nested_otherwise(current, after, axis) else after[axis]
-        found += _change(current, axis, wanted, sizes)
+        if current[axis] != wanted:
+            found += _change(current, axis, wanted, sizes)
     for axis in range(len(sizes)):
-        found += _change(current, axis, after[axis], sizes)
+        if current[axis] != after[axis]:
+            found += _change(current, axis, after[axis], sizes)
     return tuple(found)
 
 
 def _change(current: list[str], axis: int, wanted: Placement, sizes: tuple[int, ...]) -> list[Step]:
     """Change one axis of ``current`` in place and return the collective that it needs, if any."""
     before, current[axis] = current[axis], wanted
-    if before in ("R", wanted):
+    if before == "R":
         return []
     local = 1.0
     for place, letter in enumerate(current):

@@ -67,8 +67,8 @@ from steelyard.planning.why_not import (
 from steelyard.precision import Precision
 from steelyard.units import format_bytes, format_seconds
 
-ENGINE_LIMIT_S = 1.0
-"""Seconds for the best plan of another engine if only the line that names the fastest engines needs it."""
+ENGINE_LIMIT_S, ENGINE_SHARE = 2.0, 0.25
+"""Minimum of `engine_limit_s`, and its fraction of the time that the plan took."""
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
 """Maximum memory of each fallback, as a fraction of the plan's predicted memory."""
 LEVER_LIMIT_S = 1.0
@@ -331,6 +331,12 @@ def engine_answers(
     found = [study.answer(each, of_usual_depth=True) for each in counted(engines, progress)]
     step_s = result.plan.step_s
     return tuple(each.beside(step_s) for each in sorted(found, key=lambda each: each.step_s))
+
+
+def engine_limit_s(planned_s: float) -> float:
+    """Return the time limit in seconds of another engine's search for the line that names the fastest engines, after a
+    plan that took ``planned_s`` seconds."""
+    return max(ENGINE_LIMIT_S, ENGINE_SHARE * planned_s)
 
 
 def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:

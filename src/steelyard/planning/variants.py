@@ -271,7 +271,8 @@ class Answer:
     def beside(self, step_s: float) -> ComparedBaseline:
         """Return the answer compared with a plan whose step time is ``step_s``."""
         if self.plan is None:
-            return ComparedBaseline(name=self.name, missing_bytes=self.missing_bytes, reason=self.reason)
+            missing, reason = self.missing_bytes, self.reason
+            return ComparedBaseline(name=self.name, missing_bytes=missing, reason=reason, is_bound=self.was_cut)
         return ComparedBaseline(
             name=self.name,
             step_time_s=self.step_s,

@@ -179,20 +179,21 @@ def term_table(prediction: Prediction) -> Table:
 def fastest_engines(engines: Sequence[ComparedBaseline]) -> str:
     """Return the fastest other engines next to the plan, as in ``megatron 71.8 s (−10.6%)``; empty if none runs it.
 
-    ``engines`` are in the order of their step times.
+    ``engines`` are in the order of their step times. Others whose search was cut short, which may be faster, are named.
     """
-    found = [
-        f"{each.name} {step_text(each)} ({format_change(each.slowdown or 0.0)})"
-        for each in engines
-        if each.step_time_s is not None
-    ]
-    return f"{', '.join(found[:SHOWN_ENGINES])}; all: --engines" if found else ""
+    shown = [each for each in engines if each.step_time_s is not None][:SHOWN_ENGINES]
+    found = [f"{each.name} {step_text(each)} ({format_change(each.slowdown or 0.0)})" for each in shown]
+    cut = [each.name for each in engines if each.is_bound and each not in shown]
+    parts = [", ".join(found)] * bool(found)
+    parts += [f"not searched to the end: {', '.join(cut)}"] * bool(cut)
+    return "; ".join([*parts, "all: --engines"]) if parts else ""
 
 
 def engine_line(other: ComparedBaseline) -> str:
     """Return the plan of another engine, as in ``megatron: 71.8 s, 10.6% faster than the plan: tp4 ×82; 8 stages``."""
     if other.step_time_s is None:
         missing = f"does not fit ({format_bytes(other.missing_bytes)} short)" if other.missing_bytes else "no plan"
+        missing = "no plan found before the time was up" if other.is_bound else missing
         return f"  {other.name}: {f'cannot run it: {other.reason}' if other.reason else missing}"
     words = against(-(other.slowdown or 0.0))
     return f"  {other.name}: {step_text(other)}, {words} the plan: {other.strategies}; {other.setting}"
