@@ -10,9 +10,10 @@ import pytest
 
 from steelyard.cost.tables import CostTables, CrossLayerInput
 from steelyard.errors import InvalidProblemError
-from steelyard.search import evaluate, partition_exact, search
+from steelyard.search import evaluate, layers, partition_exact, search
 from steelyard.search.balance import Partition, even_boundaries
 from steelyard.search.cross_layer_inputs import all_conditions, assess, conditioned, source_classes
+from steelyard.search.partition import PROOF
 from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
 from steelyard.search.runs import AnyBudget
 from tests.oracles import exhaustive
@@ -126,6 +127,24 @@ def test_a_search_out_of_time_has_a_plan_and_a_bound() -> None:
             assert result.best is not None, seed
             assert result.best.score_s >= best * (1 - 1e-12), seed
             assert result.lower_bound_s <= best * (1 + 1e-9), seed
+
+
+@pytest.mark.slow
+def test_where_states_are_dropped_other_conditions_are_still_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "MAX_CANDIDATES", 12)
+    monkeypatch.setattr(layers, "FEW_CANDIDATES", 6)
+    num_unproven = 0
+    for seed in range(60):
+        tables, plans = random_problem(seed, max_plans=300)
+        budget = random_budget(np.random.default_rng(seed), plans)
+        expected, result = exhaustive.fastest(plans, budget), partition_exact(tables, budget)
+        if expected is None or result.solution is None:
+            assert expected is None, seed
+            continue
+        num_unproven += result.status == "feasible"
+        assert result.lower_bound_s * (1 - 1e-9) <= expected, seed
+        assert expected * (1 - 1e-9) <= result.solution.step_s <= expected * (1 + PROOF), seed
+    assert num_unproven
 
 
 def test_a_condition_of_one_class_changes_no_plan() -> None:

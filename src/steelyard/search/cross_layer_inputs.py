@@ -40,7 +40,7 @@ from steelyard.search import partition
 from steelyard.search.balance import partition_by
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.kernels import IntArray
-from steelyard.search.partition import NO_PLAN, ConfigResult, Prospect, quick_bound_s
+from steelyard.search.partition import NO_PLAN, PROOF, ConfigResult, Prospect, quick_bound_s
 from steelyard.search.runs import AnyBudget
 
 Condition = Mapping[int, IntArray]
@@ -188,7 +188,7 @@ def _search_conditions(prospect: CrossLayerProspect, cutoff_s: float, deadline: 
     waiting: list[tuple[float, int, Condition, Prospect]] = [
         (prospect.lower_bound_s, next(order), any_source(tables), prospect.relaxed)
     ]
-    lower, timed_out = np.inf, False  # lower bound of the finished conditions
+    lower, was_cut, timed_out = np.inf, False, False  # lower bound of the finished conditions
     while waiting and waiting[0][0] < best.step_s * TIES and waiting[0][0] <= cutoff_s and not timed_out:
         bound, _, condition, start = heapq.heappop(waiting)
         limit = min(cutoff_s, best.step_s) or best.step_s  # no plan is proven slower than zero by aiming at zero
@@ -197,31 +197,34 @@ def _search_conditions(prospect: CrossLayerProspect, cutoff_s: float, deadline: 
         plan = _priced(tables, result.solution) if result.solution is not None else None
         best = min(best, plan or best, key=lambda each: each.step_s)
         limit = min(cutoff_s, best.step_s * TIES)
-        children = _split(tables, condition, plan, limit) if plan is not None and result.status == "optimal" else None
+        timed_out = deadline is not None and time.process_time() > deadline
+        has_dropped = bound < limit * (1 - PROOF) and not timed_out  # states that may be faster
+        may_split = result.status == "optimal" or has_dropped
+        children = _split(tables, condition, plan, limit) if plan is not None and may_split else None
         for child in children or ():
             inner = partition.assess_chain(conditioned(tables, child), prospect.budget_bytes)
             if isinstance(inner, Prospect):
                 heapq.heappush(waiting, (max(bound, inner.lower_bound_s), next(order), child, inner))
         lower = min(lower, bound if children is None else limit)
-        timed_out = result.status == "feasible" or (deadline is not None and time.process_time() > deadline)
+        was_cut = was_cut or result.status == "feasible"
     lower = min(lower, waiting[0][0] if waiting else np.inf)
     if not best.strategies and lower == np.inf:
         return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=prospect.relaxed.miss)
-    return _outcome(best, lower, cutoff_s, timed_out)
+    return _outcome(best, lower, cutoff_s, was_cut or timed_out)
 
 
-def _outcome(best: Solution, lower_s: float, cutoff_s: float, timed_out: bool) -> ConfigResult:
+def _outcome(best: Solution, lower_s: float, cutoff_s: float, was_cut: bool) -> ConfigResult:
     """Return the result of a finished search.
 
-    Its best plan is proven or beaten unless time was up while a bound was still lower.
+    Its best plan is proven or beaten unless a condition was not searched to the end and its bound is lower.
     """
     status: Literal["feasible", "beaten"]
     if not best.strategies:
-        status = "feasible" if timed_out and lower_s <= cutoff_s else "beaten"
+        status = "feasible" if was_cut and lower_s <= cutoff_s else "beaten"
         return ConfigResult(status=status, solution=None, lower_bound_s=lower_s)
-    if best.step_s <= cutoff_s and (not timed_out or lower_s >= best.step_s * TIES):
+    if best.step_s <= cutoff_s and (not was_cut or lower_s >= best.step_s * TIES):
         return ConfigResult(status="optimal", solution=best, lower_bound_s=best.step_s)
-    status = "feasible" if timed_out and lower_s <= cutoff_s else "beaten"
+    status = "feasible" if was_cut and lower_s <= cutoff_s else "beaten"
     return ConfigResult(status=status, solution=best, lower_bound_s=min(lower_s, best.step_s))
 
 
