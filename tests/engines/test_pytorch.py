@@ -313,13 +313,13 @@ def test_a_plan_trains_with_the_results_of_one_process(
 @pytest.mark.processes
 def test_the_script_trains_under_torchrun_without_steelyard(tmp_path: Path) -> None:
     (np.arange(32 * 60 + 1, dtype="<u4") % 256).tofile(tmp_path / "odd $(x) 'tokens.uint32.bin")
-    plan = make_plan(TINY | {"note": ODD_TEXT}, "dp2, fsdp2, tp2+sp, dp2, dp2, dp2, dp2, tp2", num_devices=2)
-    odd = plan.model_copy(update={"cluster": "1x2xcpu", "model": plan.model.model_copy(update={"name": ODD_TEXT})})
+    plan = make_plan(TINY | {"note": ODD_TEXT}, ", ".join(["single"] * 8), num_devices=1)
+    odd = plan.model_copy(update={"cluster": "1x1xcpu", "model": plan.model.model_copy(update={"name": ODD_TEXT})})
     for name, content in exported(odd, "pytorch").files:
         (tmp_path / f"it's $(a) script{Path(name).suffix}").write_text(content)
     (tmp_path / "steelyard.py").write_text("raise ImportError('the script must not need this package')\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     arguments = ["--data", "odd $(x) 'tokens.uint32.bin", "--steps", "2", "--metrics", "script.jsonl"]
     finished = subprocess.run(
         [*torchrun, "it's $(a) script.py", *arguments],

@@ -771,7 +771,9 @@ def make_optimizers(plan: Plan, layers: dict[str, Layer], options: argparse.Name
             decays = parameter.ndim > 1 and "bias" not in name and not is_table
             groups.setdefault((parameter.device_mesh, parameter.placements, decays), []).append(parameter)
     return [
-        torch.optim.AdamW(group, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay * decays)
+        torch.optim.AdamW(
+            group, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay * decays, fused=True
+        )
         for (_, _, decays), group in groups.items()
     ]
 
