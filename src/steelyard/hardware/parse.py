@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from steelyard.errors import InvalidClusterError
@@ -139,6 +140,7 @@ def is_as_named(cluster: Cluster) -> bool:
     return named.on(device=replace(named.device, memory_bytes=cluster.device.memory_bytes)) == cluster
 
 
+@lru_cache(maxsize=8)  # a search assembles hundreds of plans of one cluster
 def hardware_file(cluster: Cluster) -> files.ClusterFile | files.PoolsFile | None:
     """Return the cluster file that a plan stores besides the name; None if the name alone describes the cluster."""
     return None if is_as_named(cluster) else cluster_file(cluster)
