@@ -1,12 +1,10 @@
 """Agent like `steelyard.processes.agent`'s torchrun, but with forks as processes, so that imports happen once.
 
-Imports take seconds in every process. ``python -m tests.processes.forking_agent`` takes torchrun's arguments, and from
-$PRELOAD the modules to import first. A fork is an ordinary process: it has its own process group, environment, output
-and exit code, and can be killed.
+Imports take seconds in every process. ``python -m tests.processes.forking_agent`` takes torchrun's arguments. A fork is
+an ordinary process: it has its own process group, environment, output and exit code, and can be killed.
 """
 
 import gc
-import importlib
 import os
 import runpy
 import signal
@@ -23,9 +21,6 @@ import pytest
 from steelyard.processes import agent, start
 from tests.processes.warm import ROOT, WarmProcess
 
-PRELOAD = "PRELOAD"
-"""Environment variable with the names of modules."""
-
 
 def fork_ranks(patch: pytest.MonkeyPatch) -> None:
     """Make `run_processes` fork torchrun from the warm process, and torchrun its processes from itself."""
@@ -37,14 +32,22 @@ def fork_ranks(patch: pytest.MonkeyPatch) -> None:
 class Fork:
     """Substitute for torchrun's `subprocess.Popen`: a fork that runs ``python -u SCRIPT …`` or ``-u -m MODULE …``."""
 
-    def __init__(self, arguments: tuple[str, ...], environment: dict[str, str], stdout: Any, stderr: Any) -> None:
+    def __init__(
+        self,
+        arguments: tuple[str, ...],
+        environment: dict[str, str],
+        stdout: Any,
+        stderr: Any,
+        *,
+        in_session: bool = False,
+    ) -> None:
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
         gc.freeze()  # as `tests.runtime.processes.fork`
         self.pid = os.fork()
         if not self.pid:
-            _become(arguments, environment, stdout, stderr)
+            _become(arguments, environment, stdout, stderr, in_session)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -63,10 +66,12 @@ class Fork:
         return self.returncode
 
 
-def _become(arguments: tuple[str, ...], environment: dict[str, str], stdout: Any, stderr: Any) -> NoReturn:
+def _become(
+    arguments: tuple[str, ...], environment: dict[str, str], stdout: Any, stderr: Any, in_session: bool
+) -> NoReturn:
     exit_code: Any = 1
     try:
-        os.setpgid(0, 0)
+        os.setsid() if in_session else os.setpgid(0, 0)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         for file, descriptor in ((stdout, 1), (stderr, 2)):
@@ -99,10 +104,6 @@ def _run(words: list[str]) -> None:
 def main() -> None:
     """Run torchrun, which forks; Python warns of torchrun's threads, whose locks no fork takes."""
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
-    gc.disable()
-    for name in os.environ.get(PRELOAD, "").split():
-        importlib.import_module(name)
-    gc.enable()
     agent.main(lambda handler, arguments, environment: Fork(arguments, environment, handler._stdout, handler._stderr))
 
 

@@ -6,11 +6,10 @@ Nobody reads the output of these runs.
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,28 +18,19 @@ import pytest
 from steelyard.plan.file import write_plan
 from steelyard.processes.stop import EndedError, StopRequest, StopWatch
 from steelyard.runtime.checkpoint_folder import read_info
-from tests.processes.forking_agent import PRELOAD, ROOT
-from tests.processes.warm import HANG_LIMIT_S
+from tests.processes.warm import HANG_LIMIT_S, WarmProcess
 from tests.runtime.models import CONFIGS, make_plan
 
 pytestmark = pytest.mark.processes
 
-COMMAND = """
-import signal
-from steelyard.processes import start
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as a terminal starts it, also where these tests run under nohup
-start._AGENT = "tests.processes.forking_agent"
-from steelyard.cli.app import main
-main()
-"""
 ENDS = {"SIGTERM": 143, "SIGHUP": 129, "SIGUSR1": 138}
 
 
 class Training:
-    """A training of two processes, started as a user does, that does not end by itself."""
+    """A training of two processes that does not end by itself: the command line in a fork with all imports."""
 
     def __init__(self, folder: Path, *, checkpoints: Path) -> None:
-        self.temporary = folder / "temporary"
+        self.folder, self.temporary = folder, folder / "temporary"
         self.temporary.mkdir(parents=True)
         config = {**CONFIGS["llama-tied"], "num_hidden_layers": 1}
         plan = make_plan(config, "fsdp2, dp2, fsdp2", num_devices=2, global_batch=4, num_microbatches=2)
@@ -52,22 +42,14 @@ class Training:
             **os.environ,
             "TMPDIR": str(self.temporary),
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),  # which torch makes for all runs, in $TMPDIR by default
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            PRELOAD: "steelyard.integrations.run",
         }
         self.metrics, self.checkpoints = folder / "metrics.jsonl", checkpoints
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, *words],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        self.process.stdout = None
-        self.said = ""
+        read, write = os.pipe()
+        os.close(read)
+        command = [sys.executable, "-m", "tests.processes.forked_command", *words]
+        with (folder / "stderr").open("w") as stderr, chdir(folder):
+            self.process = WarmProcess(command, env=environment, stdout=write, stderr=stderr.fileno())
+        os.close(write)
 
     def num_steps(self) -> int:
         return len(self.metrics.read_text().splitlines()) if self.metrics.exists() else 0
@@ -76,9 +58,13 @@ class Training:
         step: int = json.loads(self.metrics.read_text().splitlines()[-1])["step"]
         return step
 
+    @property
+    def said(self) -> str:
+        return (self.folder / "stderr").read_text()
+
     def end(self, number: int) -> None:
         self.process.send_signal(number)
-        _, self.said = self.process.communicate(timeout=HANG_LIMIT_S)
+        self.process.wait(timeout=HANG_LIMIT_S)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -96,15 +82,12 @@ class Training:
                 os.kill(process, signal.SIGCONT)
 
     def processes(self) -> list[int]:
-        """Processes that live and work with this training's temporary files."""
-        mark = f"TMPDIR={self.temporary}".encode()
+        """Processes that live and work in this training's folder."""
         found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if mark in path.read_bytes().split(b"\0"):
+        for path in Path("/proc").glob("[0-9]*/cwd"):
+            with suppress(OSError):
+                if path.readlink() == self.folder:
                     found.append(int(path.parent.name))
-            except OSError:
-                continue
         return found
 
 
@@ -118,7 +101,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tr
         found[name] = Training(folder / name, checkpoints=folder / (checkpoints or name) / "checkpoints")
         limit_s = time.monotonic() + HANG_LIMIT_S
         while found[name].num_steps() < 2:
-            assert found[name].process.poll() is None, found[name].process.communicate()[1]
+            assert found[name].process.poll() is None, found[name].said
             assert time.monotonic() < limit_s
             time.sleep(0.1)
         return found[name]
@@ -127,21 +110,21 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tr
         with start("SIGTERM").paused():
             start("SIGHUP").end(signal.SIGHUP)
             second = found["second"] = Training(folder / "second", checkpoints=folder / "SIGTERM" / "checkpoints")
-            _, second.said = second.process.communicate(timeout=HANG_LIMIT_S)
+            second.process.wait(timeout=HANG_LIMIT_S)
         found["SIGTERM"].end(signal.SIGTERM)
         again = start("SIGUSR1", checkpoints="SIGTERM")
         for process in again.processes():  # as a scheduler does, to torchrun's agent and the ranks too
             os.kill(process, signal.SIGUSR1)
-        _, again.said = again.process.communicate(timeout=HANG_LIMIT_S)
+        again.process.wait(timeout=HANG_LIMIT_S)
         yield found
     finally:
         for training in found.values():
-            with training.process:
-                training.process.kill()
+            training.process.kill()
+            training.process.wait(timeout=HANG_LIMIT_S)
 
 
 def test_a_signal_that_ends_leaves_a_message_and_its_code(trainings: dict[str, Training]) -> None:
-    assert trainings["SIGHUP"].process.returncode == ENDS["SIGHUP"]
+    assert trainings["SIGHUP"].process.poll() == ENDS["SIGHUP"]
     assert trainings["SIGHUP"].said == "error: ended by SIGHUP\n"
 
 
@@ -151,7 +134,7 @@ def test_a_stop_signal_saves_the_step_that_runs_and_says_how_to_go_on(
 ) -> None:
     stopped = trainings[name]
     saved = trainings["SIGTERM"].checkpoints / f"step-{stopped.last_step():08d}"
-    assert stopped.process.returncode == ENDS[name]
+    assert stopped.process.poll() == ENDS[name]
     assert stopped.said.splitlines() == [
         f"{name}: saving a checkpoint after this step, within 600 s (--timeout-s); a second signal ends it at once",
         f"stopped by {name} after step {stopped.last_step()} of 1000000; saved in {saved}",
@@ -172,7 +155,7 @@ def test_it_leaves_no_process_and_no_temporary_file(trainings: dict[str, Trainin
 
 
 def test_a_second_training_into_the_folder_of_one_that_runs_is_refused(trainings: dict[str, Training]) -> None:
-    assert trainings["second"].process.returncode == 2
+    assert trainings["second"].process.poll() == 2
     assert "checkpoints, to which another run is writing (process " in trainings["second"].said
     assert trainings["second"].num_steps() == 0
 

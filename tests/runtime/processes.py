@@ -64,11 +64,9 @@ def one_process() -> Iterator[None]:
 
 
 def run_world(num_processes: int, work: Callable[[int], None]) -> None:
-    """Run ``work`` of a rank on every rank of a world of forks; exit if one of them failed. A world of which a rank
-    ended by SIGSEGV starts again once, because gloo's own thread was seen to end like that
-    (docs/explanation/log/runtime.md).
+    """Run ``work`` of a rank on every rank of a world of forks; exit if one of them failed.
 
-    A world of which a rank ended by SIGSEGV begins again, once: gloo's own thread was seen to end so
+    A world of which a rank ended by SIGSEGV starts again once, because gloo's own thread was seen to end like that
     (docs/explanation/log/runtime.md).
     """
     torch.set_num_threads(1)
@@ -90,10 +88,9 @@ def run_world(num_processes: int, work: Callable[[int], None]) -> None:
 
 @contextmanager
 def one_of_many_cases() -> Iterator[None]:
-    """Give a case the process groups that earlier cases made, as many of the same ranks as it asks for. Without reuse
-    they pile up, each with its threads. DTensor's results for a mesh are found again under an equal one.
+    """Give a case the process groups that earlier cases made, as many of the same ranks as it asks for.
 
-    Else they pile up, each with its threads. What DTensor works out for a mesh, it finds again under an equal one.
+    Without reuse they pile up, each with its threads. DTensor's results for a mesh are found again under an equal one.
     """
     asked: Counter[Any] = Counter()
     make = distributed_c10d._new_group_with_tag
