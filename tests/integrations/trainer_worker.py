@@ -53,6 +53,17 @@ PLANS: dict[str, Callable[[], Plan]] = {
     ),
     "lora": partial(lora_plan, "lora:r=4", LLAMA, "fsdp2, dp2, tp2, fsdp2", **_TWO),
 }
+SAVED, RESUMED = "tp+sp", "pp, interleaved"
+"""The plan that saves checkpoints and loads the best one at its end, and the plan that goes on from the first of them.
+"""
+SAVING = {
+    "save_strategy": "steps",
+    "save_steps": 4,
+    "save_total_limit": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,
+}
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
@@ -150,7 +161,8 @@ def history_of(trainer: Trainer) -> list[dict[str, float]]:
 def train_alone(name: str, plan: Plan, folder: Path) -> list[dict[str, float]]:
     """Log of plain Trainer in one process."""
     batch = {f"per_device_{what}_batch_size": plan.global_batch for what in ("train", "eval")}
-    trainer = Trainer(whole_model(plan), arguments(folder, **batch), **data_of(name, plan))
+    saving = SAVING if name == SAVED else {}
+    trainer = Trainer(whole_model(plan), arguments(folder / "alone", **batch, **saving), **data_of(name, plan))
     trainer.train()
     return history_of(trainer)
 
@@ -182,10 +194,13 @@ def run_rank(rank: int, num_ranks: int, folder: Path) -> None:
     """Train under the plans of so many ranks."""
     found: dict[str, Any] = {"planned": {}}
     with as_by_torchrun():
-        for name in (name for name, make in PLANS.items() if make().num_devices == num_ranks):
-            with one_of_many_cases():
-                found["planned"][name] = history_of(train_planned(name, folder / "out"))
-        found.update(run_checkpoints(folder) if num_ranks == 4 else run_adapters(folder))
+        for name, make in PLANS.items():
+            if make().num_devices == num_ranks and name not in (SAVED, RESUMED):
+                with one_of_many_cases():
+                    found["planned"][name] = history_of(train_planned(name, folder / "out"))
+        of_files = run_checkpoints(folder) if num_ranks == 4 else run_adapters(folder)
+        found["planned"] |= of_files.pop("planned", {})
+        found |= of_files
     if rank == 0:
         (folder / f"found-{num_ranks}.json").write_text(json.dumps(found))
 
@@ -199,14 +214,13 @@ def run_adapters(folder: Path) -> dict[str, Any]:
 
 def run_checkpoints(folder: Path) -> dict[str, Any]:
     """Resume checkpoints under other plans, and read and write weights."""
-    saving = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    first = train_planned("tp+sp", folder / "saved", **saving, **best)
-    found: dict[str, Any] = {"best": first.evaluate()["eval_loss"], "best step": first.state.best_global_step}
+    first = train_planned(SAVED, folder / "saved", **SAVING)
+    found: dict[str, Any] = {"planned": {SAVED: history_of(first)}, "best step": first.state.best_global_step}
+    found["best"] = first.evaluate()["eval_loss"]
     found["folder"] = sorted(each.name for each in (folder / "saved").iterdir())
     found["checkpoint"] = sorted(each.name for each in (folder / "saved" / "checkpoint-4").iterdir())
-    second = train_planned("pp, interleaved", folder / "resumed", resume=folder / "saved" / "checkpoint-4")
-    found["resumed"] = second.state.log_history
+    second = train_planned(RESUMED, folder / "resumed", resume=folder / "saved" / "checkpoint-4")
+    found["planned"][RESUMED] = history_of(second)
     found["elsewhere"] = [name for name, each in second.model.named_parameters() if each.is_meta]
     second.save_model(str(folder / "exported"))
     if dist.get_rank() == 0:
