@@ -31,7 +31,7 @@ The other cases run the kernels that a trace counts: the code around a compiled 
 kernels would show in every trace.
 """
 _CASES: dict[str, Case] = {
-    "replicated, sharded, tensors": _case(LLAMA, "dp2, fsdp2 zero2, tp2+sp remat=full, dp2 remat=selective, fsdp2"),
+    "replicated, sharded, tensors": _case(LLAMA, "dp2, fsdp2 zero2, tp2+sp remat=full, dp2, fsdp2"),
     "tensors": _case(LLAMA | {"num_hidden_layers": 2}, "tp2+sp, tp2+sp, tp2+sp remat=full, tp2"),
     "tensors, selective": _case(LLAMA | {"num_hidden_layers": 1}, "fsdp2, tp2+sp remat=selective, dp2"),
     "stages": _case(LLAMA | {"num_hidden_layers": 2}, "single, single", "single, single", num_microbatches=4),
@@ -55,8 +55,8 @@ CASES = {name: replace(case, fault="traced kernels") for name, case in _CASES.it
     name + BY_INDUCTOR: case for name, case in _CASES.items()
 }
 NIGHTLY = {"tensors", "two meshes", "tensors, selective", "stages", "bf16"}
-"""The case with adapters has selective remat with tp, and inductor compiles it on one mesh; stages and casts are around
-compiled blocks, as around others."""
+"""The case with adapters has selective remat with tp, that with experts has it without, and inductor compiles it on one
+mesh; stages and casts are around compiled blocks, as around others."""
 SAMPLE = [name for name in _CASES if name not in NIGHTLY] + ["tensors, selective" + BY_INDUCTOR]
 
 

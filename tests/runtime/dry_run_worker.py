@@ -49,7 +49,6 @@ def plan_of(name: str) -> Plan:
     return make_plan("llama-tied", *stages, **options, **sizes)
 
 
-MODELS = 2
 STEPS = 3
 
 
@@ -59,11 +58,6 @@ def measured_bytes(plan: Plan) -> list[int]:
     A collective that ends late keeps its buffer until then, by the luck of the machine's threads and never by the plan:
     the least of several steps is what the plan needs.
     """
-    runs = [_peaks_of_steps(plan) for _ in range(MODELS)]
-    return [min(peaks[0] for peaks in runs), min(peak for peaks in runs for peak in peaks[1:])]
-
-
-def _peaks_of_steps(plan: Plan) -> list[int]:
     with LiveStorages([]) as meter:
         model = parallelize_plan(plan)
         for state in model.loss_scale.tensors().values() if model.loss_scale else ():
@@ -78,7 +72,7 @@ def _peaks_of_steps(plan: Plan) -> list[int]:
                 optimizer.step()
                 optimizer.zero_grad()
             peaks.append(meter.peak_bytes)
-    return peaks
+    return [peaks[0], min(peaks[1:])]
 
 
 def measured_by_rank() -> list[dict[str, list[int]]]:
