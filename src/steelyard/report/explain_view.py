@@ -19,6 +19,7 @@ from steelyard.report.plan_table import (
     alternative_table,
     as_good_line,
     link_lines,
+    no_plan_text,
     pool_lines,
     reason_lines,
     stage_table,
@@ -232,9 +233,7 @@ def baseline_table(title: str, baselines: Sequence[ComparedBaseline], *, whole: 
     table = plain_table(title, name(), number("step"), number("vs. plan"), "plan")
     for baseline in baselines:
         if baseline.step_time_s is None:
-            missing = baseline.missing_bytes
-            reason = "no legal strategy" if missing is None else f"does not fit ({format_bytes(missing)} short)"
-            table.add_row(baseline.name, "–", "–", reason)
+            table.add_row(baseline.name, "–", "–", no_plan_text(baseline))
         else:
             text = f"{baseline.setting}: {baseline.strategies}"
             shown = text if whole or len(text) <= SHOWN_PLAN else text[:SHOWN_PLAN].rpartition(" ")[0] + " …"

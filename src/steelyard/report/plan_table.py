@@ -192,11 +192,16 @@ def fastest_engines(engines: Sequence[ComparedBaseline]) -> str:
 def engine_line(other: ComparedBaseline) -> str:
     """Return the plan of another engine, as in ``megatron: 71.8 s, 10.6% faster than the plan: tp4 ×82; 8 stages``."""
     if other.step_time_s is None:
-        missing = f"does not fit ({format_bytes(other.missing_bytes)} short)" if other.missing_bytes else "no plan"
-        missing = "no plan found before the time was up" if other.is_bound else missing
-        return f"  {other.name}: {f'cannot run it: {other.reason}' if other.reason else missing}"
+        return f"  {other.name}: {f'cannot run it: {other.reason}' if other.reason else no_plan_text(other)}"
     words = against(-(other.slowdown or 0.0))
     return f"  {other.name}: {step_text(other)}, {words} the plan: {other.strategies}; {other.setting}"
+
+
+def no_plan_text(other: ComparedBaseline) -> str:
+    """Return the reason why a baseline has no plan."""
+    if other.is_bound:
+        return "no plan found before the time was up"
+    return f"does not fit ({format_bytes(other.missing_bytes)} short)" if other.missing_bytes else "no legal strategy"
 
 
 def total_table(prediction: Prediction) -> Table:

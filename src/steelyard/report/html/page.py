@@ -16,7 +16,7 @@ from steelyard.report.html.markup import Child, Html, document, folded, join, se
 from steelyard.report.html.strategies import strategy_section
 from steelyard.report.html.timeline import timeline_section
 from steelyard.report.html.trade_off import trade_off_section
-from steelyard.report.plan_table import as_good_line, gain_sentence, step_text, why_lost
+from steelyard.report.plan_table import as_good_line, gain_sentence, no_plan_text, step_text, why_lost
 from steelyard.report.run_table import beside
 from steelyard.report.tables import cell
 from steelyard.units import format_bytes, format_change, format_count, format_plural, format_seconds, format_tera
@@ -302,9 +302,7 @@ def _baseline_table(baselines: Sequence[ComparedBaseline]) -> Html:
     configs = {baseline.setting for baseline in baselines if baseline.setting}
     for baseline in baselines:
         if baseline.step_time_s is None:
-            missing = baseline.missing_bytes
-            reason = "no legal strategy" if missing is None else f"does not fit: {format_bytes(missing)} short"
-            rows.append((baseline.name, "–", "–", reason))
+            rows.append((baseline.name, "–", "–", no_plan_text(baseline)))
         else:
             slowdown = baseline.slowdown or 0.0
             look, width = "slower" if slowdown >= 0 else "faster", min(abs(slowdown) / WIDEST, 1.0) * 4
