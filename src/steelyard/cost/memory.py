@@ -42,7 +42,9 @@ torch's split backward passes (`Execution.splits_whole`) keep all saved tensors 
 Layers kept whole (ZeRO-1, with several microbatches) free and reduce only in the last backward pass, with one
 microbatch in flight: $f = b$ and $r = 0$, because the whole gradients and $c$ that a layer frees offset its reduction.
 
-A framework with its own buffers (`Execution.keeps_own_buffers`) frees nothing earlier and leaves no buffers.
+A framework with its own buffers (`Execution.keeps_own_buffers`) frees nothing earlier and leaves no buffers. Its
+states, context and communicators lie outside torch's allocator, which reserves no slack for them: within a budget
+divided by 1 + slack, they count divided by 1 + slack too (`LayerRows.counted`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -532,7 +534,8 @@ def _stage_terms(
             buffers += int(tables.received.hidden_bytes[first]) * (tables.received.kept[stage] + in_flight)
         else:
             buffers += int(tables.received.num_bytes(stage, in_flight)[place[before], first])
-    context = context_bytes(config) + int((1 + apart_slack(config.job)) * (most - working))
+    communicators = int((1 + apart_slack(config.job)) * (most - working))  # the tables have them as `counted_bytes`
+    context = context_bytes(config) + communicators
     return terms | {"working set": working + samples, "pipeline buffers": buffers, "context": context}
 
 

@@ -130,7 +130,7 @@ class ComparedBaseline(FilePart):
     slowdown: float | None = None
     """Step time relative to that of the explained plan, minus one; negative if faster."""
     is_bound: bool = False
-    """Whether the search ended before it proved its plan, so that the best plan may be faster."""
+    """Whether the search ended before it proved its plan or found one, so that the best plan may be faster."""
     missing_bytes: int | None = None
     """Bytes per device that the nearest plan lacks; None if a plan fits or if more memory would not help."""
     setting: str = ""

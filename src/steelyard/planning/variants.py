@@ -266,13 +266,14 @@ class Answer:
     reason: str = ""
     """Reason why nothing was searched."""
     was_cut: bool = False
-    """Whether the search ended before it had proven its plan optimal."""
+    """Whether the search ended before it had found a plan and proven it optimal."""
 
     def beside(self, step_s: float) -> ComparedBaseline:
         """Return the answer compared with a plan whose step time is ``step_s``."""
         if self.plan is None:
-            missing, reason = self.missing_bytes, self.reason
-            return ComparedBaseline(name=self.name, missing_bytes=missing, reason=reason, is_bound=self.was_cut)
+            return ComparedBaseline(
+                name=self.name, missing_bytes=self.missing_bytes, reason=self.reason, is_bound=self.was_cut
+            )
         return ComparedBaseline(
             name=self.name,
             step_time_s=self.step_s,
