@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from steelyard.cost.job import Job
 from steelyard.errors import UserError
 from steelyard.plan.decisions import FREE, Decisions
+from steelyard.plan.dimensions import FSDP
 from steelyard.plan.prediction import ONE_STRATEGY
 from steelyard.plan.strategy import Remat
 from steelyard.planning import complete as complete_requests
 from steelyard.planning.choose import PlanningResult, plan_request
 from steelyard.planning.explain import SAME
+from steelyard.planning.problem import stage_strategies
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import (
     FREE_CHOICE,
@@ -30,7 +32,7 @@ from steelyard.planning.variants import (
     without_techniques,
 )
 from steelyard.planning.why_not import widened, widened_text
-from tests.cost.examples import cluster, job
+from tests.cost.examples import cluster, job, plan
 from tests.jobs import request_of
 
 NOT_THERE = 1e-9
@@ -83,6 +85,18 @@ def test_no_named_variant_that_restricts_is_faster(name: str, bank: Bank) -> Non
         assert (answer.plan is None) == math.isinf(answer.step_s)
 
 
+def test_without_a_dimension_no_layer_has_a_level_of_it_not_even_one_of_degree_1() -> None:
+    of = job(cluster(1, 4))
+    found = plan(of, ", ".join(["fsdp1-cp4"] * of.chain.num_layers), num_microbatches=1)
+    without = {each.name: each for each in without_techniques(found)}
+    assert list(without) == ["without cp", "without fsdp"]
+    decisions = without["without fsdp"].change(request_of(of)).decisions
+    offered = stage_strategies(of, 4, decisions)
+    assert offered
+    assert not any(FSDP in strategy.dimensions for strategy in offered)
+    assert any(str(strategy) == "fsdp1-cp4" for strategy in stage_strategies(of, 4, Decisions()))
+
+
 CHOICES = st.fixed_dictionaries(
     {},
     optional={
@@ -91,7 +105,7 @@ CHOICES = st.fixed_dictionaries(
         "schedules": st.sampled_from([("1f1b",), ("gpipe",), ("1f1b", "gpipe")]),
         "remats": st.sampled_from([(Remat.NONE,), (Remat.FULL,), (Remat.NONE, Remat.SELECTIVE)]),
         "modes": st.sampled_from([{"zero": (2,)}, {"zero": (3,)}, {"sp": (False,)}, {"sp": (True,), "zero": (3,)}]),
-        "max_degrees": st.sampled_from([{"tp": 1}, {"tp": 2}, {"fsdp": 1}, {"fsdp": 2, "dp": 1}, {"dp": 1}]),
+        "max_degrees": st.sampled_from([{"tp": 1}, {"tp": 2}, {"fsdp": 0}, {"fsdp": 2, "dp": 1}, {"dp": 1}]),
         "space": st.just("paper"),
         "uniform": st.just(True),
     },
@@ -173,7 +187,7 @@ def test_every_answer_gets_the_fastest_plan_that_it_allows(bank: Bank) -> None:
     found = study.answer(deciding("as it is", Decisions(num_stages=free.plan.num_stages)))
     kept, mended = study.reconciled([found, replace(slower, request=found.request)])
     assert (kept, mended.step_s, mended.plan) == (found, found.step_s, found.plan)
-    other = study.answer(deciding("without fsdp", Decisions(max_degrees={"fsdp": 1})))
+    other = study.answer(deciding("without fsdp", Decisions(max_degrees={"fsdp": 0})))
     assert other.plan is None or study.reconciled([other, free])[0].step_s >= min(other.step_s, free.step_s)
 
 

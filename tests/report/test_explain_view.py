@@ -1,9 +1,9 @@
-"""Tests of the names of pipeline parts in `explain`."""
+"""Tests of what `explain` shows: names of pipeline parts, and the plan that other budgets are compared with."""
 
 import pytest
 from rich.console import Console
 
-from steelyard.plan.choices import Explanation
+from steelyard.plan.choices import ANY_PLAN, ComparedBaseline, Explanation
 from steelyard.report.explain_view import explain_view
 from tests.cost.examples import cluster, job, plan
 
@@ -25,3 +25,16 @@ def test_layers_are_counted_by_stage_and_where_a_stage_has_several_parts_by_chun
     console = Console(record=True, width=200)
     console.print(explain_view(found, Explanation(binds="")))
     assert words in console.export_text()
+
+
+@pytest.mark.parametrize("is_simplified", [True, False])
+def test_other_budgets_are_next_to_the_fastest_plan_within_this_one(is_simplified: bool) -> None:
+    of = job(cluster(1, 2))
+    free = ComparedBaseline(name=ANY_PLAN, step_time_s=7.69, slowdown=-0.01, setting="1 stage", strategies="dp2")
+    less = ComparedBaseline(name="1 GiB less", step_time_s=7.72, slowdown=-0.005, setting="1 stage", strategies="fsdp2")
+    found = Explanation(binds="", rivals=(free,) * is_simplified, budgets=(less,))
+    console = Console(record=True, width=200)
+    console.print(explain_view(plan(of, ", ".join(["dp2"] * of.chain.num_layers), num_microbatches=1), found))
+    table = console.export_text().partition("another memory budget")[2]
+    rows = [line.split()[:2] for line in table.splitlines() if "stage:" in line]
+    assert rows == [["this", "budget"]] * is_simplified + [["1", "GiB"]]

@@ -19,6 +19,8 @@ from steelyard.plan.plan import Plan, notebook_html
 from steelyard.plan.prediction import CostSource, margin_text
 from steelyard.units import GIB, format_bytes
 
+ANY_PLAN = "any plan"
+"""Name of the baseline without a restriction."""
 Verdict = Literal["not offered", "illegal", "dominated", "undominated"]
 
 

@@ -50,8 +50,8 @@ class Decisions(FilePart):
     remats: tuple[Remat, ...] | None = None
     modes: Modes | None = None
     """Allowed values of each mode of a parallelism dimension, by the mode's key."""
-    max_degrees: Annotated[dict[str, DeviceCount], _keys_among(lambda: DIMENSIONS)] | None = None
-    """Largest degree of each parallelism dimension, by name."""
+    max_degrees: Annotated[dict[str, Degree], _keys_among(lambda: DIMENSIONS)] | None = None
+    """Largest degree of each parallelism dimension, by name; 0 for no level of it, not even one of degree 1."""
     space: Space | None = None
     """All dimensions, or only those of the papers and never two that divide samples in one layer."""
     partition: Partition | None = None

@@ -14,7 +14,7 @@ from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import refusal
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.limits import MOST_BYTES
-from steelyard.plan.choices import ComparedBaseline, Explanation, PlanStudy, StrategyVerdict
+from steelyard.plan.choices import ANY_PLAN, ComparedBaseline, Explanation, PlanStudy, StrategyVerdict
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import shortfall
@@ -25,7 +25,6 @@ from steelyard.planning.problem import stage_strategies
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.simple import SAME
 from steelyard.planning.variants import (
-    ANY_PLAN,
     FREE_CHOICE,
     Answer,
     Progress,

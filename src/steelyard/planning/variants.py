@@ -41,7 +41,7 @@ from steelyard.engines.engine import Engine
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import FULL_NODE, Cluster, is_as_named, parse_cluster
-from steelyard.plan.choices import ComparedBaseline
+from steelyard.plan.choices import ANY_PLAN, ComparedBaseline
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, modes
 from steelyard.plan.plan import Plan
@@ -75,9 +75,6 @@ from steelyard.search import OnDemand, refusal
 from steelyard.search.balance import even_boundaries
 from steelyard.search.layers import ROUNDING
 from steelyard.units import format_plural, format_seconds
-
-ANY_PLAN = "any plan"
-"""Name of the variant that changes nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +121,7 @@ def without_techniques(plan: Plan) -> tuple[Variant, ...]:
 
 def _without(dimension: Dimension) -> Decisions:
     if dimension.is_level:
-        return Decisions(max_degrees={dimension.name: 1})
+        return Decisions(max_degrees={dimension.name: 0})
     return Decisions(modes={mode.key: (mode.default,) for mode in dimension.modes})
 
 

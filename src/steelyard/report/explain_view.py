@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from steelyard.plan.choices import ComparedBaseline, Explanation, SlowNode, StrategyVerdict, Verdict, WhyNot
+from steelyard.plan.choices import ANY_PLAN, ComparedBaseline, Explanation, SlowNode, StrategyVerdict, Verdict, WhyNot
 from steelyard.plan.plan import Plan, answer_lines, decision, pipeline_text
 from steelyard.plan.prediction import SAME_SHARE, Prediction, gain_text, layers_text
 from steelyard.report.plan_table import (
@@ -116,7 +116,9 @@ def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
         if prediction is not None and (line := as_good_line(prediction, explanation.rivals)):
             parts.append(_line(line))
     if explanation.budgets:
-        parts.append(baseline_table("Best plan with another memory budget", explanation.budgets, whole=everything))
+        free = [each.model_copy(update={"name": "this budget"}) for each in explanation.rivals if each.name == ANY_PLAN]
+        rows = (*free, *explanation.budgets)
+        parts.append(baseline_table("Best plan with another memory budget", rows, whole=everything))
     if everything:
         parts += _everything(plan, explanation)
     return Group(*parts)
