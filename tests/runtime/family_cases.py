@@ -16,7 +16,10 @@ NUM_DEVICES = 4
 
 SPLITS = {
     name: ModelSplit.model_validate_json((Path(__file__).parent / f"{name}_split.json").read_text())
-    for name in ("bart", "cohere2", "convnext", "gemma4_text", "hy_v4", "roberta", "switch_transformers", "zamba2")
+    for name in (
+        *("bart", "cohere2", "convnext", "gemma4_text", "hy_v4"),
+        *("olmo2", "roberta", "switch_transformers", "zamba2"),
+    )
 }
 """Splits of types without a family file: those that `steelyard.modules.split_proof.split_model` finds for their small
 configs.
@@ -89,6 +92,7 @@ CASES: dict[str, Case] = {
     "swin, two stages": _case("swin", "dp2, tp2, fsdp2 remat=full", "dp2, tp2 remat=selective, fsdp2, tp2"),
     "cohere2 without a family, one stage": _case("cohere2", "fsdp4, tp2-fsdp2+sp remat=selective, dp2-tp2, tp2-dp2+sp"),
     "cohere2 without a family, shared key-value heads": _case("cohere2", "tp4, tp4+sp, tp4 remat=full, fsdp4"),
+    "olmo2 without a family, heads gathered by more ranks": _case("olmo2", "dp4, tp4, tp4+sp remat=full, fsdp4"),
     "cohere2 without a family, two stages": _case("cohere2", "dp2, tp2", "fsdp2 remat=full, tp2+sp"),
     "convnext without a family, two stages": _case("convnext", "fsdp2, dp2", "fsdp2 remat=full, fsdp2"),
     "roberta without a family, two stages": _case("roberta", "fsdp2, tp2", "fsdp2 remat=full, fsdp2"),

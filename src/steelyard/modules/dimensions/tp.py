@@ -117,17 +117,20 @@ def share_heads(layer: nn.Module, num_heads: int, ranks: int, divided: Collectio
     """Return the styles of the projections to key and value heads that are fewer than the ranks, by path.
 
     They are among those ``divided`` by outputs. The attention module is told how many of a rank's query heads a head
-    serves.
+    serves. A module that gathers its heads computes with all of them.
     """
     found: dict[str, SharedHeads] = {}
     for path, attention in layer.named_modules():
         served, head_dim = (getattr(attention, name, None) for name in ("num_key_value_groups", "head_dim"))
         if isinstance(served, int) and isinstance(head_dim, int):
-            attention.num_key_value_groups = served * num_heads // ranks
-            for name, child in attention.named_children():
-                is_of_heads = getattr(child, "out_features", None) == num_heads * head_dim
-                if is_of_heads and f"{path}.{name}" in divided:
-                    found[f"{path}.{name}"] = SharedHeads(num_heads)
+            of_heads = (
+                f"{path}.{name}"
+                for name, child in attention.named_children()
+                if getattr(child, "out_features", None) == num_heads * head_dim
+            )
+            if shared := {name: SharedHeads(num_heads) for name in of_heads if name in divided}:
+                attention.num_key_value_groups = served * num_heads // ranks
+                found |= shared
     return found
 
 
