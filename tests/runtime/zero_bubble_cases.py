@@ -76,6 +76,13 @@ CASES: dict[str, Case] = {
         num_microbatches=8,
         schedule="zb-v",
     ),
+    "zb-v: hybrid, with gradients of a later backward pass": _case(
+        "llama",
+        *("dp2-fsdp2, fsdp4", "dp2-fsdp2", "dp2-fsdp2 zero2 remat=full", "dp4, dp2-fsdp2 zero1"),
+        num_devices=8,
+        num_steps=1,
+        schedule="zb-v",
+    ),
     "stages of four ranks, hybrid": _case(
         "llama",
         "dp2-fsdp2, tp2-fsdp2+sp",

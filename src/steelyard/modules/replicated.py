@@ -337,12 +337,16 @@ def reduce_gradients(layer: FSDPModule, *, in_time: bool, is_last: bool) -> None
     """End a weight pass of a sharded layer, which FSDP's hooks do not see.
 
     Reduce the gradients accumulated over the backward passes if ``in_time``, and over replicas of shards once per step,
-    in the last pass. Gathered parameters stay gathered, because another microbatch may use them.
+    in the last pass. Gathered parameters stay gathered, because another microbatch may use them. Until the replicas
+    reduce them, FSDP adds up reduced gradients of all parameters in one buffer, so each pass reduces those of all: some
+    have the gradients of a later backward pass in an earlier weight pass already.
     """
     for group in layer._get_fsdp_state()._fsdp_param_groups:
+        group.reduce_scatter_unused_params |= group.mesh_info.replicate_mesh_dim is not None
         reshards, group.reshard_after_backward = group.reshard_after_backward, False
         group.post_backward()  # accumulates in the reduce dtype
         if in_time:
+            complete_gradients(layer)
             group.reduce_grads, group.all_reduce_grads = True, is_last
             group.post_backward()
             group.reduce_grads = group.all_reduce_grads = False
@@ -357,7 +361,7 @@ def end_weight_passes(root: FSDPModule) -> None:
 
 @torch.no_grad()
 def complete_gradients(layer: FSDPModule) -> None:
-    """Give parameters that the microbatches of the step have not used so far zero gradients, before the last one.
+    """Give parameters without gradients, but with a place among reduced ones, zero gradients before a reduction.
 
     These are unsharded and in the reduce dtype, as accumulated gradients are; FSDP reduces those of one dtype together,
     and a new gradient would not be in it.

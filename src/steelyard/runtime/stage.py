@@ -254,8 +254,6 @@ class StageModule(nn.Module):
                 layer.collect()
                 continue
             is_whole = layer in self._kept_whole
-            if is_whole and is_last and self._forwards_done > 1:
-                complete_gradients(layer)
             reduce_gradients(layer, in_time=is_last or not is_whole, is_last=is_last)
             if is_whole and is_last:
                 layer.reshard()
