@@ -9,7 +9,7 @@ from steelyard.errors import UserError
 from steelyard.plan.plan import Plan
 from steelyard.runtime.dry_run import RankMemory, distinct_ranks, dry_run
 from tests.runtime.dry_run_worker import CASES, WORLD_SIZE, plan_of
-from tests.runtime.models import CONFIGS, make_plan
+from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 from tests.runtime.processes import run_ranks
 
 UNSEEN_BYTES = 64
@@ -113,6 +113,16 @@ def test_every_rank_of_unlike_stages_runs_on_fake_tensors() -> None:
     plan = make_plan("llama-tied", "fsdp2, tp2", "single, single", sizes=(2, 1))
     first, _, last = (on_host(plan, rank) for rank in range(plan.num_devices))
     assert 1.9 < last.later_steps.terms["optimizer"] / first.later_steps.terms["optimizer"] < 2.1
+
+
+@pytest.mark.slow
+def test_an_embedding_with_a_buffer_has_no_second_table() -> None:
+    config = FAMILY_CONFIGS["gemma3_text"] | {"vocab_size": 8192}
+    plan = make_plan(config, ", ".join(["single"] * 4), num_devices=1, num_microbatches=2, global_batch=2, seq_len=8)
+    table_bytes = 4 * config["vocab_size"] * config["hidden_size"]
+    found = on_host(plan, 0).later_steps.terms
+    assert found["parameters"] > 2 * table_bytes
+    assert found["activations"] < table_bytes
 
 
 @pytest.mark.slow

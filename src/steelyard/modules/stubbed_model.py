@@ -198,8 +198,9 @@ class StubbedTransformers(StubbedModel):
     def fill(self, device: torch.device) -> None:
         """Give the model its buffers on a device, if it does not have them there."""
         if self._device != device:
-            for part, module in self._filled:
-                fill_buffers(part.model, module, device)
+            with Blanks():  # models initialize blank parameters beside the buffers
+                for part, module in self._filled:
+                    fill_buffers(part.model, module, device)
             self._device = device
 
     def is_whole(self, path: str) -> bool:
