@@ -119,6 +119,20 @@ def test_ends_have_their_own_strategy_where_nothing_simple_is_fast_enough_otherw
 
 
 @pytest.mark.slow
+def test_a_group_that_may_as_well_have_the_strategy_of_most_blocks_has_it() -> None:
+    """The fastest plan has its own strategy for the head, and nothing of one sharding for all blocks is as simple."""
+    found = replace(make_request("gemma2-9b", "1x8xa100-80gb", global_batch=64, seq_len=4096), num_fallbacks=0)
+    fastest, plan = (complete(replace(found, simplify=share)).plan for share in (0.0, SIMPLIFY))
+    assert fastest is not None
+    assert plan is not None
+    assert plan.num_groups < fastest.num_groups
+    assert prediction(fastest).step_time_s < prediction(plan).step_time_s
+    assert peak_bytes(plan) <= prediction(plan).budget_bytes
+    assert len(prediction(fastest).reasons) == 2
+    assert all(" GiB of " in each for each in prediction(plan).reasons)
+
+
+@pytest.mark.slow
 def test_what_was_decided_holds_for_a_simple_plan() -> None:
     pinned = complete(request(decisions=Decisions(pins=("blocks 0-3: tp=2",)))).plan
     assert pinned is not None

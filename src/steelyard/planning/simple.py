@@ -19,7 +19,8 @@ fraction:
 Each pipeline configuration contributes the fastest plan of the family. The plan with the fewest groups wins
 (`Plan.num_groups`: a rule that holds for every stage counts once), and among those the one with the fewest shardings,
 then with the fewest parts of a pipeline. Equally simple plans that differ by less than `TIE` are ranked by the memory
-that they leave free.
+that they leave free. At last, groups whose layers may as well have the strategy of most blocks get it, the smallest
+first: within the fraction, and if the plan fits.
 """
 
 from collections import Counter
@@ -130,13 +131,15 @@ def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request:
         allowed += [each.plan for each in found.ranked if each.step_s <= most_s]
         if allowed:
             break
-    fewest = min(map(_mixture, allowed), default=_mixture(plan))
-    if fewest >= _mixture(plan):
-        return plan
-    costs = [(predict(each, job), each) for each in allowed if _mixture(each) == fewest]
+    fewest = min(map(_mixture, [plan, *allowed]))
+    costs = [(predict(each, job), each) for each in [plan, *allowed] if _mixture(each) == fewest]
     tied_s = min(cost.step_time_s for cost, _ in costs) * (1 + TIE)
     tied = [pair for pair in costs if pair[0].step_time_s <= tied_s]
     cost, simple = min(tied, key=lambda pair: max(stage.total_bytes for stage in pair[0].stages))
+    if not (job.is_mixed or job.effects.uses_host or request.decisions.pins):
+        cost, simple = _merged(cost, simple, job, most_s)
+    if _mixture(simple) >= _mixture(plan):
+        return plan
     chosen = _in_place_of(plan, simple, cost, result, proven_s=proven_s, lower_bound_s=plan.prediction.lower_bound_s)
     kept = (plan.as_fallback(), *plan.next_best)[: request.num_next_best]
     return chosen.model_copy(update={"next_best": kept})
@@ -154,6 +157,21 @@ def _of_one_sharding(tables: CostTables, plan: Plan, sharding: Strategy) -> Cost
         offered = {*of_plan, *(replace(own, remat=remat) for remat in remats)}
         kept[row] = [each in offered for each in tables.strategies]
     return replace(tables, legal=tables.legal & kept)
+
+
+def _merged(cost: PlanCost, plan: Plan, job: Job, most_s: float) -> tuple[PlanCost, Plan]:
+    """Return a plan with its cost after groups of layers that do not need their own strategy have that of most blocks.
+
+    The result takes at most ``most_s`` and fits. Each group costs one simulation.
+    """
+    for layers in sorted(_unusual(plan).values(), key=len):
+        other = _as_most(plan, job, layers)
+        if other is None or _mixture(other) >= _mixture(plan):
+            continue
+        found = predict(other, job)
+        if found.step_time_s <= most_s and max(stage.total_bytes for stage in found.stages) <= job.budget_bytes:
+            cost, plan = found, other
+    return cost, plan
 
 
 def _mixture(plan: Plan) -> tuple[int, int, int]:
@@ -202,21 +220,43 @@ def with_reasons(plan: Plan, job: Job) -> Plan:
     """
     if job.is_mixed or plan.prediction is None:
         return plan
-    chain, strategies = job.chain, plan.strategies
-    usual = Counter(strategies[layer] for layer in block_layers(chain)).most_common(1)[0][0]
     step_s, held = predict(plan, job).step_time_s, peak_bytes(plan)
-    groups: dict[Strategy, list[int]] = {}
-    for layer, strategy in enumerate(strategies):
+    reasons = []
+    for strategy, layers in sorted(_unusual(plan).items(), key=lambda group: -len(group[1])):
+        own, other = _told_apart(strategy, _as_usual(plan, _usual(plan), job.chain.type_of(layers[0])))
+        reasons.append(f"{_names(job, layers)}: {own}; {other} {_cost(_as_most(plan, job, layers), job, step_s, held)}")
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"reasons": tuple(reasons)})})
+
+
+def _usual(plan: Plan) -> Strategy:
+    """Return the strategy of most blocks."""
+    return Counter(plan.strategies[layer] for layer in block_layers(plan.chain())).most_common(1)[0][0]
+
+
+def _unusual(plan: Plan) -> dict[Strategy, list[int]]:
+    """Return the layers that do not have the strategy of most blocks, by their strategy."""
+    usual, chain, groups = _usual(plan), plan.chain(), dict[Strategy, list[int]]()
+    for layer, strategy in enumerate(plan.strategies):
         if strategy != _as_usual(plan, usual, chain.type_of(layer)):
             groups.setdefault(strategy, []).append(layer)
-    reasons = []
-    for strategy, layers in sorted(groups.items(), key=lambda group: -len(group[1])):
-        changed = list(strategies)
-        for layer in layers:
-            changed[layer] = _as_usual(plan, usual, chain.type_of(layer))
-        own, other = _told_apart(strategy, changed[layers[0]])
-        reasons.append(f"{_names(job, layers)}: {own}; {other} {_cost(plan, job, changed, step_s, held)}")
-    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"reasons": tuple(reasons)})})
+    return groups
+
+
+def _as_most(plan: Plan, job: Job, layers: Sequence[int]) -> Plan | None:
+    """Return the plan with the strategy of most blocks for some layers, or None if it cannot divide them."""
+    chain, strategies, usual = job.chain, list(plan.strategies), _usual(plan)
+    for layer in layers:
+        strategies[layer] = _as_usual(plan, usual, chain.type_of(layer))
+        if illegal_reason(chain.type_of(layer), strategies[layer], plan.batch):
+            return None
+    parts = tuple(
+        StagePart(
+            ranks=part.ranks,
+            runs=fold_runs(part.first_layer, tuple(strategies[part.first_layer : part.last_layer + 1])),
+        )
+        for part in plan.parts
+    )
+    return assemble_plan(job, plan.pipeline, parts).model_copy(update={"pass_order": plan.pass_order})
 
 
 def _told_apart(strategy: Strategy, other: Strategy) -> tuple[str, str]:
@@ -234,18 +274,10 @@ def _as_usual(plan: Plan, usual: Strategy, layer_type: LayerType) -> Strategy:
     return own if illegal_reason(layer_type, own, plan.batch) is None else own.with_whole_tensors()
 
 
-def _cost(plan: Plan, job: Job, strategies: Sequence[Strategy], step_s: float, held: int) -> str:
-    """Describe the cost of a plan with other strategies of its layers."""
-    if any(illegal_reason(job.chain.type_of(layer), each, plan.batch) for layer, each in enumerate(strategies)):
+def _cost(other: Plan | None, job: Job, step_s: float, held: int) -> str:
+    """Describe the cost of a plan with the strategy of most blocks for other layers, beside the plan's."""
+    if other is None:
         return "cannot divide them"
-    parts = tuple(
-        StagePart(
-            ranks=part.ranks,
-            runs=fold_runs(part.first_layer, tuple(strategies[part.first_layer : part.last_layer + 1])),
-        )
-        for part in plan.parts
-    )
-    other = assemble_plan(job, plan.pipeline, parts).model_copy(update={"pass_order": plan.pass_order})
     cost = predict(other, job)
     takes = max(stage.total_bytes for stage in cost.stages)
     if takes > max(job.budget_bytes, held):
