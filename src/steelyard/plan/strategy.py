@@ -103,7 +103,7 @@ class Strategy:
                 hint="merge the two levels into one with the product of their degrees",
             )
         for level in self.levels:
-            if level.degree < (1 if has_following(self.levels) and level.dimension.states is States.SHARDED else 2):
+            if level.degree < (1 if level.dimension.states is States.SHARDED and has_following(self.levels) else 2):
                 raise InvalidPlanError(
                     field="parallel", found=str(level), expected="a degree of 2 or more", hint="leave the level out"
                 )
@@ -138,21 +138,16 @@ class Strategy:
 
     def _derive(self) -> None:
         """Derive the fields that follow from levels and modes; a search reads them thousands of times per strategy."""
-        chosen = {key for key, _ in self.modes}
-        levels = self.levels
-        beside = tuple(
-            dimension
-            for dimension in DIMENSIONS.values()
-            if not dimension.is_level and any(each.key in chosen for each in dimension.modes)
-        )
-        experts = [each.key for dimension in beside if dimension.divides is Divides.EXPERTS for each in dimension.modes]
+        known, levels = modes(), self.levels
+        beside = dict.fromkeys(known[key][0] for key, _ in self.modes if not known[key][0].is_level)
+        experts = [int(value) for key, value in self.modes if known[key][0].divides is Divides.EXPERTS]
         derived = {
             "dimensions": (*(level.dimension for level in levels), *beside),
             "num_devices": degree_of(levels),
             "tensor_degree": self._divided(Divides.TENSORS),
             "sample_degree": self._divided(Divides.SAMPLES),
             "token_degree": self._divided(Divides.TOKENS),
-            "expert_degree": math.prod(int(self.mode(key)) for key in experts),
+            "expert_degree": math.prod(experts),
             "state_shards": degree_of(shard_levels(levels)),
             "replicas": degree_of(replica_levels(levels)),
             "_hash": hash((levels, self.remat, self.modes)),
@@ -259,7 +254,7 @@ class Strategy:
         return self.data_degree // (self.expert_degree * self.expert_state_shards)
 
     def _divided(self, what: Divides) -> int:
-        return degree_of(tuple(level for level in self.levels if level.dimension.divides is what))
+        return math.prod(level.degree for level in self.levels if level.dimension.divides is what)
 
     def axes_of(self, *dimensions: Dimension) -> tuple[int, ...]:
         """Return the indices into `mesh_axes` of the axes that these dimensions use, outermost first.
@@ -413,6 +408,7 @@ def shape_strategies(degree: int) -> Iterator[Strategy]:
                 yield strategy
 
 
+@lru_cache(maxsize=4096)
 def mesh_axes(num_devices: int) -> tuple[int, ...]:
     """Return the axis sizes of a stage mesh: the prime factors of ``num_devices``, largest first; () for one device."""
     factors: list[int] = []

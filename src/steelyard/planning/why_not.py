@@ -238,7 +238,7 @@ def left_out(job: Job, decisions: Decisions) -> tuple[str, ...]:
 
     Choices that the user excluded and dimensions that divide nothing are not listed.
     """
-    limits = space_options(job, decisions)
+    limits = replace(space_options(job, decisions), remats=tuple(Remat))
     whole = replace(limits, remats=(Remat.NONE,), insists=lambda _strategy: True)
     configs = pipeline_configs(job, decisions)
     batch = Batch(microbatch_samples=job.global_batch, seq_len=job.seq_len)
@@ -246,7 +246,7 @@ def left_out(job: Job, decisions: Decisions) -> tuple[str, ...]:
     found: dict[str, Strategy] = {}
     for size in sorted({config.devices_per_stage for config in configs}):
         for strategy in enumerate_strategies(size, whole):
-            reason = space_refusal(strategy, replace(limits, remats=tuple(Remat)))
+            reason = space_refusal(strategy, limits)
             if reason and reason not in found and any(illegal_reason(each, strategy, batch) is None for each in blocks):
                 found[reason] = strategy
     said = [f"strategies such as {strategy}: {reason}" for reason, strategy in found.items()]

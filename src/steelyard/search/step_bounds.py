@@ -69,20 +69,17 @@ def priced_layers(
     legal: NDArray[np.bool_], seconds: FloatArray, num_bytes: NDArray[np.int64], counts: Sequence[int]
 ) -> PricedLayers:
     """Return the layers at the frontier prices of the commonest layer type; arrays are [K, S], ``counts`` [K]."""
-    layers = np.asarray(counts)
-    commonest = int(layers.argmax())
-    mine = legal[commonest]
-    prices = np.zeros(1)
-    if mine.any():
-        own_bytes, own_s = num_bytes[commonest, mine], seconds[commonest, mine]
-        order = np.lexsort((own_s, own_bytes))
-        rising = own_s[order]
-        kept = order[np.append(True, rising[1:] < np.minimum.accumulate(rising)[:-1])[: len(order)]]
-        prices = np.unique(np.concatenate([prices, -np.diff(own_s[kept]) / np.diff(own_bytes[kept])]))
+    layers, frontiers = np.asarray(counts), list[tuple[FloatArray, IntArray]]()
+    for mine, own_s, own_bytes in zip(legal, seconds, num_bytes, strict=True):
+        order = np.lexsort((own_s[mine], own_bytes[mine]))
+        own_s, own_bytes = own_s[mine][order], own_bytes[mine][order]
+        kept = np.append(True, own_s[1:] < np.minimum.accumulate(own_s)[:-1])[: len(order)]
+        frontiers.append((own_s[kept], own_bytes[kept]))
+    own_s, own_bytes = frontiers[layers.argmax()]
+    prices = np.unique(np.append(0.0, -np.diff(own_s) / np.diff(own_bytes)))
     prices = prices[np.linspace(0, len(prices) - 1, NUM_PRICES).round().astype(int)]
-    priced, used = np.full((len(layers), NUM_PRICES), np.inf), layers > 0
-    paid = np.where(legal[used], seconds[used], np.inf)[:, :, None] + num_bytes[used, :, None] * prices
-    priced[used] = paid.min(axis=1, initial=np.inf)
+    paid = [own_s + prices[:, None] * own_bytes for own_s, own_bytes in frontiers]
+    priced, used = np.stack([each.min(axis=1, initial=np.inf) for each in paid]), layers > 0
     return PricedLayers(prices=prices, priced_s=priced, whole_s=layers[used] @ priced[used])
 
 

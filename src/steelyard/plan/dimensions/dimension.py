@@ -129,8 +129,7 @@ class Working:
     backward: Amount = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
+class Level(NamedTuple):
     """One level of the decision tree: ``degree`` groups of ranks that share one parallelism ``dimension``."""
 
     dimension: "Dimension"
