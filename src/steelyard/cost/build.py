@@ -61,8 +61,12 @@ class _StageCosts:
             return self._seconds[k]
         found = self._seconds[k] = np.zeros((2, *self.legal.shape[1:]))
         known: dict[bytes, tuple[JobConfig, KnownPasses]] = {}
+        sizes = [(each.sample_degree, each.token_degree, *each.shape.items()) for each in self.strategies]
+        of_size: dict[tuple[object, ...], NDArray[np.bool_]] = {}
+        for size, mine in zip(sizes, self.legal[k], strict=True):  # a few M more for some, to price them together
+            of_size[size] = mine | of_size.get(size, False)
         for s in np.flatnonzero(self.legal[k].any(axis=1)).tolist():
-            legal = self.legal[k, s]
+            legal = of_size[sizes[s]]
             if legal.tobytes() not in known:
                 some = replace(self._config, counts=tuple(itertools.compress(self.counts, legal)))
                 known[legal.tobytes()] = some, {}

@@ -17,7 +17,7 @@ between two layouts.
 Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slowdown).
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -56,7 +56,6 @@ from steelyard.plan.dimensions import Dimension
 from steelyard.plan.dimensions.dimension import (
     Divides,
     Levels,
-    Load,
     Phase,
     States,
     Traffic,
@@ -115,16 +114,14 @@ def layer_costs(
     `InvalidProfileError` if the profile lacks the layer at this tensor-parallel degree.
     """
     layer = layer_profile(layer_type, strategy, config, imbalance=1.0)
-    busiest = layer_profile(layer_type, strategy, config)
+    busiest = layer_profile(layer_type, strategy, config) if strategy.expert_degree > 1 else layer
     samples = rank_samples(strategy, config.samples)
     key = strategy.levels, strategy.modes
-    plain = known.get(key)
-    passes = plain or _passes(layer, busiest, strategy, config, samples)
-    forward, backward, sent = passes.forward, passes.backward.copy(), passes.sent
-    if strategy.remat is Remat.NONE:
-        known[key] = passes
-    else:
-        sent = _Sent(layer, strategy, config, beyond=sent) if plain else sent
+    sent = _Sent(layer, strategy, config)
+    if key not in known:
+        known[key] = _passes(layer, busiest, sent, config, samples)
+    forward, backward = known[key].forward, known[key].backward.copy()
+    if strategy.remat is not Remat.NONE:
         backward["remat"] = _recomputation_s(layer, busiest, sent, config, samples)
     if config.job.effects.saves_on_host and layer_type.role is LayerRole.BLOCK and layer.has_backward:
         copied = {"offload": host_copies_s(_saved_bytes(layer, strategy, config, samples), config.job)}
@@ -177,25 +174,21 @@ def exposed_s(compute_s: Amount, communication_s: Amount, slowdown: float) -> Am
 
 
 class Passes(NamedTuple):
-    """Terms of a layer's passes under a strategy that are independent of remat, and its collectives."""
+    """Terms of a layer's passes under a strategy that are independent of remat."""
 
     forward: Terms
     backward: Terms
     """Terms without sharded-data communication, which overlaps all others."""
-    sent: "_Sent"
 
 
 KnownPasses = dict[tuple[Levels, tuple[tuple[str, object], ...]], Passes]
-"""Passes of a layer type in a configuration, by levels and modes of strategies without remat."""
+"""Passes of a layer type in a configuration, by levels and modes."""
 
 
-def _passes(
-    layer: LayerProfile, busiest: LayerProfile, strategy: Strategy, config: JobConfig, samples: Amount
-) -> Passes:
+def _passes(layer: LayerProfile, busiest: LayerProfile, sent: "_Sent", config: JobConfig, samples: Amount) -> Passes:
     """Price both passes; ``busiest`` is the layer on the rank with the most work, which the others wait for."""
-    job = config.job
+    job, strategy = config.job, sent.strategy
     compute = compute_time(layer, samples, job)
-    sent = _Sent(layer, strategy, config)
     forward: Terms = {"compute": compute.forward_s}
     backward: Terms = {"compute": compute.backward_s}
     if job.execution.accumulation_bytes and not layer.times:
@@ -213,7 +206,7 @@ def _passes(
     _add_host(forward, compute.forward_launch_s + lost_s * sum(each.count for each in layer.forward_collectives))
     _add_host(backward, compute.backward_launch_s + lost_s * sum(each.count for each in layer.backward_collectives))
     _add_shards(forward, "forward", sent, config)
-    return Passes(forward, backward, sent)
+    return Passes(forward, backward)
 
 
 def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", config: JobConfig) -> None:
@@ -284,32 +277,27 @@ class _SentByDimension:
     """Number of calls in line."""
     last_s: Amount = 0.0
     """Seconds of collectives that overlap only the last backward pass of a step, without overlap."""
-    once: list[Traffic] = field(default_factory=list)
-    """Collectives once per step."""
+    once_s: list[tuple[Amount, Amount]] = field(default_factory=list)
+    """Seconds of each collective once per step: to reduce gradients, and to gather parameters."""
 
 
 class _Sent:
-    """Seconds of the collectives of a strategy's dimensions in one layer.
+    """Seconds of the collectives of a strategy's dimensions in one layer, cached in the job.
 
-    ``beyond`` are those of the strategy without remat; remat repeats some and changes no others. Dimensions that divide
-    samples send only states, which depend on neither remat nor the number of samples, so the job caches them.
+    Those of a dimension depend on the strategy's levels, the dimension's modes and the degree that divides experts, and
+    also on remat and the samples of a microbatch unless the dimension divides samples, because it then sends only
+    states.
     """
 
-    def __init__(
-        self, layer: LayerProfile, strategy: Strategy, config: JobConfig, *, beyond: "_Sent | None" = None
-    ) -> None:
+    def __init__(self, layer: LayerProfile, strategy: Strategy, config: JobConfig) -> None:
         self.strategy, self._job = strategy, config.job
         self.by: dict[Dimension, _SentByDimension] = {}
-        load: Load | None = None
+        by_samples, span = (strategy.remat, hashable(config.samples)), config.devices_per_stage
         for dimension in strategy.dimensions:
-            known = None if beyond is None else beyond.by[dimension]
-            if dimension.divides is not Divides.SAMPLES:
-                load = load or layer_load(layer, strategy, config)
-                self.by[dimension] = _sent_by(dimension, layer, strategy, load, config, known)
-            else:
-                key = "sent", layer, dimension, strategy, config.devices_per_stage
-                make = partial(_sent_by, dimension, layer, strategy, None, config, None)
-                self.by[dimension] = known or config.job.once(key, make)
+            modes = tuple([strategy.mode(each.key) for each in dimension.modes])
+            work = None if dimension.divides is Divides.SAMPLES else by_samples
+            key = "sent", layer, dimension, strategy.levels, modes, strategy.expert_degree, span, work
+            self.by[dimension] = config.job.once(key, partial(_sent_by, dimension, layer, strategy, config))
 
     def in_line_s(self, dimension: Dimension, phase: Phase) -> Amount:
         """Seconds that a layer waits for a dimension in a phase."""
@@ -323,32 +311,19 @@ class _Sent:
         return exposed * seconds + sent.num_calls.get(phase, 0) * jitter_s * (self.strategy.degree(dimension) - 1) ** 2
 
 
-def _sent_by(
-    dimension: Dimension,
-    layer: LayerProfile,
-    strategy: Strategy,
-    load: Load | None,
-    config: JobConfig,
-    beyond: _SentByDimension | None,
-) -> _SentByDimension:
+def _sent_by(dimension: Dimension, layer: LayerProfile, strategy: Strategy, config: JobConfig) -> _SentByDimension:
     job = config.job
     waits_for_last = dimension.states is States.SHARDED and job.execution.keeps_whole_gradients(strategy)
     found = _SentByDimension(waits=bool(dimension.shape(strategy)))
-    if beyond is not None:
-        copies = {name: getattr(beyond, name).copy() for name in ("in_line_s", "beside_s", "num_calls")}
-        found = replace(beyond, **copies)
-    for each in dimension.traffic(load or layer_load(layer, strategy, config)):
-        if beyond is not None and each.phase != "recomputation":
-            continue
+    for each in dimension.traffic(layer_load(layer, strategy, config)):
         if each.phase == "backward" and not layer.has_backward:
             continue
         found.waits = found.waits or not each.beside_compute
-        if each.phase == "step":
-            found.once.append(each)
-            continue
         group = traffic_group(each.over, dimension, strategy, config.devices_per_stage)
-        call_s = job.collective_s(each.collective, each.tensor_bytes / each.num_calls, group)
-        seconds = each.num_calls * call_s + each.num_waits * wait_s(job)
+        if each.phase == "step":
+            found.once_s.append(_step_s(each, group, job))
+            continue
+        seconds = _calls_s(each, group, job) + (each.num_waits * wait_s(job) if each.num_waits else 0.0)
         if waits_for_last and each.collective == "reduce_scatter":
             found.last_s = found.last_s + seconds
             continue
@@ -357,6 +332,30 @@ def _sent_by(
         if not each.beside_compute:
             found.num_calls[each.phase] = found.num_calls.get(each.phase, 0) + each.num_calls
     return found
+
+
+def _calls_s(each: Traffic, group: Group, job: Job) -> Amount:
+    """Seconds of all calls of a collective."""
+    return each.num_calls * job.collective_s(each.collective, each.tensor_bytes / each.num_calls, group)
+
+
+def _step_s(each: Traffic, group: Group, job: Job) -> tuple[Amount, Amount]:
+    """Seconds of a collective once per step: to reduce gradients, and to gather parameters.
+
+    If a framework shards the optimizer (ZeRO-1), gradients are scattered and new parameters gathered.
+    """
+    execution = job.execution
+    is_whole = each.collective == "all_reduce" and group.size > 1
+    shards = execution.optimizer_shards(group.size) if is_whole else 1
+    if shards == 1:
+        seconds = _calls_s(each, group, job)
+        return (0.0, seconds) if each.collective == "all_gather" else (seconds, 0.0)
+    owners = group._replace(size=min(shards, group.size))
+    reduction: Collective = "reduce_scatter" if owners.size == group.size else "all_reduce"
+    pieces = execution.shard_pieces
+    new_bytes = each.tensor_bytes * job.compute_bytes / job.reduce_bytes
+    gather_s = pieces * job.collective_s("all_gather", new_bytes / pieces, owners)
+    return pieces * job.collective_s(reduction, each.tensor_bytes / pieces, group), gather_s
 
 
 def _saved_bytes(layer: LayerProfile, strategy: Strategy, config: JobConfig, samples: Amount) -> Amount:
@@ -406,41 +405,20 @@ def _once_time(
     forward: Terms,
     backward: Terms,
 ) -> Terms:
-    """Seconds per step of the optimizer, and of reducing gradients over ranks.
-
-    If a framework shards the optimizer (ZeRO-1), gradients are scattered and new parameters gathered.
-    """
-    job, execution, strategy = config.job, config.job.execution, sent.strategy
-    stepped = _stepped(layer.trained, strategy, execution)
+    """Seconds per step of the optimizer, and of reducing gradients over ranks."""
+    job, strategy = config.job, sent.strategy
+    stepped = _stepped(layer.trained, strategy, job.execution)
     terms: Terms = {"optimizer": _update_s(layer_type, layer, stepped, strategy, config)}
     if job.effects.moved_bytes:
         terms["offload"] = host_copies_s(stepped * job.effects.moved_bytes, job)
     forward_s, backward_s = sum(forward.values()), sum(backward.values())
     for dimension in strategy.dimensions:
-        reduce_s: Amount = 0.0
-        gather_s: Amount = 0.0
         own = sent.by[dimension]
-        for each in own.once:
-            group = traffic_group(each.over, dimension, strategy, config.devices_per_stage)
-            is_whole = each.collective == "all_reduce" and group.size > 1
-            shards = execution.optimizer_shards(group.size) if is_whole else 1
-            if shards == 1:
-                seconds = each.num_calls * job.collective_s(each.collective, each.tensor_bytes / each.num_calls, group)
-                if each.collective == "all_gather":
-                    gather_s += seconds
-                else:
-                    reduce_s += seconds
-            else:
-                owners = group._replace(size=min(shards, group.size))
-                reduction: Collective = "reduce_scatter" if owners.size == group.size else "all_reduce"
-                pieces = execution.shard_pieces
-                new_bytes = each.tensor_bytes * job.compute_bytes / job.reduce_bytes
-                gather_s += pieces * job.collective_s("all_gather", new_bytes / pieces, owners)
-                reduce_s += pieces * job.collective_s(reduction, each.tensor_bytes / pieces, group)
-        if own.once:
+        if own.once_s:
+            reduce_s, gather_s = map(sum, zip(*own.once_s, strict=True))
             terms[dimension.name] = _beside(backward_s, reduce_s, config)
             if is_positive(gather_s):
-                is_hidden = not execution.keeps_parameters
+                is_hidden = not job.execution.keeps_parameters
                 terms[dimension.name] += _beside(forward_s, gather_s, config) if is_hidden else gather_s
         if own.last_s:
             gather_s, others_s = own.beside_s.get("backward", 0.0), backward_s - backward.get(dimension.name, 0.0)

@@ -158,13 +158,14 @@ def sharded_params(layer: LayerProfile, strategy: Strategy) -> int:
 
 def layer_load(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Load:
     """Return the tensors of a layer's collectives."""
-    job, samples = config.job, rank_samples(strategy, config.samples)
+    job = config.job
     held, experts = _held_apart(layer, strategy)
     trained, trained_experts = _held_apart(layer.trained, strategy) if layer.frozen_params else (held, experts)
     new_alone = job.execution.keeps_parameters and strategy.keeps_gathered
     gathered, gathered_experts = (trained, trained_experts) if new_alone else (held, experts)
     reduced = job.compute_bytes if job.execution.keeps_whole_gradients(strategy) else job.reduce_bytes
-    key = "carried", layer, strategy.remat, strategy.token_degree, hashable(samples)
+    degrees = strategy.sample_degree, strategy.token_degree
+    key = "carried", layer, strategy.remat, *degrees, hashable(config.samples)
     traced, exchanged, key_value_bytes, attention_bytes = job.once(key, lambda: _carried(layer, strategy, config))
     return Load(
         strategy=strategy,

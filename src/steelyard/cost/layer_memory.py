@@ -314,8 +314,10 @@ class LayerRow:
         alike: dict[object, list[int]] = {}
         for place in np.flatnonzero(needs).tolist():
             each = chosen[place]
-            layer = layer_profile(layer_type, each, config)
-            alike.setdefault((layer, each.sample_degree, each.token_degree, each.remat, each.modes), []).append(place)
+            layer, dimensions = layer_profile(layer_type, each, config), each.dimensions
+            own = (mode for needy in dimensions if needy.working is not needs_nothing for mode in needy.modes)
+            modes = tuple([each.mode(mode.key) for mode in own])
+            alike.setdefault((layer, each.sample_degree, each.token_degree, each.remat, modes), []).append(place)
         return cls(
             layer_type=layer_type,
             chosen=chosen,
@@ -335,7 +337,7 @@ class LayerRow:
             of_rank = rank_samples(strategy, config.microbatch_samples)
             key = "needed", layer, of_rank, strategy.token_degree, strategy.remat, strategy.modes
             more = config.job.once(key, partial(working_bytes, layer, strategy, config))
-            needed[:, places] = np.vstack((more.saved, 0.0, more.forward, more.backward))
+            needed[0, places], needed[2, places], needed[3, places] = more.saved, more.forward, more.backward
         found = np.clip(self.lines[0] + self.lines[1] * samples + needed, -_BEYOND_BYTES, _BEYOND_BYTES)
         saved, entered, forward, backward = found.astype(np.int64)
         on_host = np.zeros_like(saved)

@@ -180,7 +180,8 @@ def _communicators(layer_type: LayerType, chosen: Sequence[Strategy], config: Jo
     once, name = config.job.once, layer_type.name
 
     def of_all() -> IntTable:
-        found = [once(("groups", name, each), partial(communicator_bytes, layer_type, each, config)) for each in chosen]
+        plain = (each.without_remat() for each in chosen)  # remat repeats collectives in the same groups
+        found = [once(("groups", name, each), partial(communicator_bytes, layer_type, each, config)) for each in plain]
         return np.array(found, dtype=np.int64)
 
     return once(("groups of", name, tuple(chosen)), of_all)
@@ -333,7 +334,8 @@ def with_memory(tables: CostTables, config: JobConfig, rows: LayerRows) -> CostT
         found = _with_weight_passes(found, tables, config)
     static, saved, works = (found[f"{name}_bytes"] for name in ("static", "activation", "transient"))
     head, is_alone = tables.layers[-1], tables.layers.count(tables.layers[-1]) == 1
-    copies = np.array([each.hidden.copies for each in tables.strategies])
+    firsts = np.unique(tables.layout_of, return_index=True)[1]
+    copies = np.array([tables.strategies[first].hidden.copies for first in firsts])[tables.layout_of]
     beside = (copies - 1) * exchanged_bytes(config)
     works, ends = works + beside, rows.ends + beside
     once, each = _times_sent(config)

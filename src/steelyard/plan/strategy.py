@@ -80,6 +80,8 @@ class Strategy:
     """Degrees, by name, that change the layer's shape on a rank; the layer is traced and measured under these."""
     hidden: "HiddenPlacement" = field(init=False, repr=False, compare=False)
     """Placement of the layer's input and output activations on the stage mesh; equal placements need no resharding."""
+    sequence_degree: int = field(init=False, repr=False, compare=False)
+    """Number of ranks that divide the sequence of the hidden state between layers."""
     keeps_gathered: bool = field(init=False, repr=False, compare=False)
     """Whether all parameters stay whole between forward and backward: not sharded, or gathered once (ZeRO-2)."""
     keeps_whole: bool = field(init=False, repr=False, compare=False)
@@ -159,9 +161,9 @@ class Strategy:
         gathered = self.state_shards == 1 or any(dimension.keeps_gathered(self) for dimension in self.dimensions)
         object.__setattr__(self, "keeps_gathered", gathered)
         object.__setattr__(self, "keeps_whole", any(dimension.keeps_whole(self) for dimension in self.dimensions))
-        object.__setattr__(
-            self, "hidden", HiddenPlacement.of((level.dimension.placement(self), level.degree) for level in levels)
-        )
+        hidden = HiddenPlacement.of((level.dimension.placement(self), level.degree) for level in levels)
+        object.__setattr__(self, "hidden", hidden)
+        object.__setattr__(self, "sequence_degree", hidden.sequence_degree)
 
     @property
     def parallel(self) -> str:
@@ -232,11 +234,6 @@ class Strategy:
     def head_degree(self) -> int:
         """Number of ranks that divide the heads of attention."""
         return math.prod(dimension.head_degree(self) for dimension in self.dimensions)
-
-    @property
-    def sequence_degree(self) -> int:
-        """Number of ranks that divide the sequence of the hidden state between layers."""
-        return self.hidden.sequence_degree
 
     @property
     def data_degree(self) -> int:

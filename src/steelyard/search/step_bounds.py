@@ -70,16 +70,17 @@ def priced_layers(
 ) -> PricedLayers:
     """Return the layers at the frontier prices of the commonest layer type; arrays are [K, S], ``counts`` [K]."""
     layers, frontiers = np.asarray(counts), list[tuple[FloatArray, IntArray]]()
-    for mine, own_s, own_bytes in zip(legal, seconds, num_bytes, strict=True):
-        order = np.lexsort((own_s[mine], own_bytes[mine]))
-        own_s, own_bytes = own_s[mine][order], own_bytes[mine][order]
+    for row, mine in enumerate(legal):
+        own_s, own_bytes = seconds[row, mine], num_bytes[row, mine]
+        order = np.lexsort((own_s, own_bytes))
+        own_s, own_bytes = own_s[order], own_bytes[order]
         kept = np.append(True, own_s[1:] < np.minimum.accumulate(own_s)[:-1])[: len(order)]
         frontiers.append((own_s[kept], own_bytes[kept]))
     own_s, own_bytes = frontiers[layers.argmax()]
     prices = np.unique(np.append(0.0, -np.diff(own_s) / np.diff(own_bytes)))
     prices = prices[np.linspace(0, len(prices) - 1, NUM_PRICES).round().astype(int)]
-    paid = [own_s + prices[:, None] * own_bytes for own_s, own_bytes in frontiers]
-    priced, used = np.stack([each.min(axis=1, initial=np.inf) for each in paid]), layers > 0
+    paid = [(each_s + prices[:, None] * each_bytes).min(axis=1, initial=np.inf) for each_s, each_bytes in frontiers]
+    priced, used = np.stack(paid), layers > 0
     return PricedLayers(prices=prices, priced_s=priced, whole_s=layers[used] @ priced[used])
 
 
