@@ -415,7 +415,7 @@ def _once_time(
     for dimension in strategy.dimensions:
         own = sent.by[dimension]
         if own.once_s:
-            reduce_s, gather_s = map(sum, zip(*own.once_s, strict=True))
+            reduce_s, gather_s = (sum(each, start=0.0) for each in zip(*own.once_s, strict=True))
             terms[dimension.name] = _beside(backward_s, reduce_s, config)
             if is_positive(gather_s):
                 is_hidden = not job.execution.keeps_parameters
