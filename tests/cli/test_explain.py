@@ -44,7 +44,7 @@ def baselines(explanation: Explanation) -> dict[str, Any]:
 @pytest.mark.slow
 def test_explain_fits_a_screen_and_says_what_binds(run: Run, plan_path: Path) -> None:
     output = run("explain", plan_path).stdout
-    assert len(output.splitlines()) <= 66
+    assert len(output.splitlines()) <= 68  # of a simple plan, which has a line on its groups and one on any plan
     for expected in ("Time:", "Memory:", "Search:", "Memory limits it", "Best plan under a restriction", "less"):
         assert expected in output
 
