@@ -110,10 +110,11 @@ def test_sizes_that_a_degree_must_divide_are_found_and_those_that_ranks_may_shar
     assert "attention heads" in str(illegal_reason(chain.type_of(1), parse_strategy("tp8"), batch))
 
 
-def test_heads_in_one_matrix_with_the_queries_are_not_shared() -> None:
-    layer_type = split_of("phi3").kinds[1]
-    assert layer_type.no_tp == ""
-    assert layer_type.tp_shares == ()
+@pytest.mark.parametrize("model_type", ["phi3", "olmo2"])
+def test_heads_that_every_rank_gathers_may_be_fewer_than_the_ranks(model_type: str) -> None:
+    layer_type = split_of(model_type).kinds[1]
+    assert "columns_gathered" in layer_type.styles.values()
+    assert layer_type.tp_shares == ("key-value heads",)
 
 
 def test_context_parallelism_is_proved() -> None:
