@@ -63,8 +63,8 @@ class _StageCosts:
         known: dict[bytes, tuple[JobConfig, KnownPasses]] = {}
         sizes = [(each.sample_degree, each.token_degree, *each.shape.items()) for each in self.strategies]
         of_size: dict[tuple[object, ...], NDArray[np.bool_]] = {}
-        for size, mine in zip(sizes, self.legal[k], strict=True):  # a few M more for some, to price them together
-            of_size[size] = mine | of_size.get(size, False)
+        for size, mine in zip(sizes, self.legal[k], strict=True):
+            of_size[size] = mine | of_size.get(size, False)  # some are priced at illegal counts, to share their prices
         for s in np.flatnonzero(self.legal[k].any(axis=1)).tolist():
             legal = of_size[sizes[s]]
             if legal.tobytes() not in known:

@@ -323,7 +323,7 @@ def _sent_by(dimension: Dimension, layer: LayerProfile, strategy: Strategy, conf
         if each.phase == "step":
             found.once_s.append(_step_s(each, group, job))
             continue
-        seconds = _calls_s(each, group, job) + (each.num_waits * wait_s(job) if each.num_waits else 0.0)
+        seconds = _calls_s(each, group, job) + each.num_waits * wait_s(job)
         if waits_for_last and each.collective == "reduce_scatter":
             found.last_s = found.last_s + seconds
             continue
@@ -334,28 +334,28 @@ def _sent_by(dimension: Dimension, layer: LayerProfile, strategy: Strategy, conf
     return found
 
 
-def _calls_s(each: Traffic, group: Group, job: Job) -> Amount:
+def _calls_s(traffic: Traffic, group: Group, job: Job) -> Amount:
     """Seconds of all calls of a collective."""
-    return each.num_calls * job.collective_s(each.collective, each.tensor_bytes / each.num_calls, group)
+    return traffic.num_calls * job.collective_s(traffic.collective, traffic.tensor_bytes / traffic.num_calls, group)
 
 
-def _step_s(each: Traffic, group: Group, job: Job) -> tuple[Amount, Amount]:
+def _step_s(traffic: Traffic, group: Group, job: Job) -> tuple[Amount, Amount]:
     """Seconds of a collective once per step: to reduce gradients, and to gather parameters.
 
     If a framework shards the optimizer (ZeRO-1), gradients are scattered and new parameters gathered.
     """
     execution = job.execution
-    is_whole = each.collective == "all_reduce" and group.size > 1
+    is_whole = traffic.collective == "all_reduce" and group.size > 1
     shards = execution.optimizer_shards(group.size) if is_whole else 1
     if shards == 1:
-        seconds = _calls_s(each, group, job)
-        return (0.0, seconds) if each.collective == "all_gather" else (seconds, 0.0)
+        seconds = _calls_s(traffic, group, job)
+        return (0.0, seconds) if traffic.collective == "all_gather" else (seconds, 0.0)
     owners = group._replace(size=min(shards, group.size))
     reduction: Collective = "reduce_scatter" if owners.size == group.size else "all_reduce"
     pieces = execution.shard_pieces
-    new_bytes = each.tensor_bytes * job.compute_bytes / job.reduce_bytes
+    new_bytes = traffic.tensor_bytes * job.compute_bytes / job.reduce_bytes
     gather_s = pieces * job.collective_s("all_gather", new_bytes / pieces, owners)
-    return pieces * job.collective_s(reduction, each.tensor_bytes / pieces, group), gather_s
+    return pieces * job.collective_s(reduction, traffic.tensor_bytes / pieces, group), gather_s
 
 
 def _saved_bytes(layer: LayerProfile, strategy: Strategy, config: JobConfig, samples: Amount) -> Amount:

@@ -314,9 +314,9 @@ class LayerRow:
         alike: dict[object, list[int]] = {}
         for place in np.flatnonzero(needs).tolist():
             each = chosen[place]
-            layer, dimensions = layer_profile(layer_type, each, config), each.dimensions
-            own = (mode for needy in dimensions if needy.working is not needs_nothing for mode in needy.modes)
-            modes = tuple([each.mode(mode.key) for mode in own])
+            layer = layer_profile(layer_type, each, config)
+            needing = (dimension for dimension in each.dimensions if dimension.working is not needs_nothing)
+            modes = tuple([each.mode(mode.key) for dimension in needing for mode in dimension.modes])
             alike.setdefault((layer, each.sample_degree, each.token_degree, each.remat, modes), []).append(place)
         return cls(
             layer_type=layer_type,

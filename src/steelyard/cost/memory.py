@@ -334,8 +334,7 @@ def with_memory(tables: CostTables, config: JobConfig, rows: LayerRows) -> CostT
         found = _with_weight_passes(found, tables, config)
     static, saved, works = (found[f"{name}_bytes"] for name in ("static", "activation", "transient"))
     head, is_alone = tables.layers[-1], tables.layers.count(tables.layers[-1]) == 1
-    firsts = np.unique(tables.layout_of, return_index=True)[1]
-    copies = np.array([tables.strategies[first].hidden.copies for first in firsts])[tables.layout_of]
+    copies = np.array([each.hidden.copies for each in _of_layouts(tables)])[tables.layout_of]
     beside = (copies - 1) * exchanged_bytes(config)
     works, ends = works + beside, rows.ends + beside
     once, each = _times_sent(config)
@@ -376,10 +375,15 @@ def _times_sent(config: JobConfig) -> tuple[int, int]:
     return (2 * count, 0) if pipeline.schedule.keeps_sends else (count, 1)
 
 
+def _of_layouts(tables: CostTables) -> list[Strategy]:
+    """Return a strategy of each layout [D]."""
+    return [tables.strategies[first] for first in np.unique(tables.layout_of, return_index=True)[1]]
+
+
 def _received(config: JobConfig, tables: CostTables) -> Received:
     """Return the buffers of stages for the stage before: the last sent gradient and activations that arrived early."""
     pipeline, job = config.pipeline, config.job
-    strategies = [tables.strategies[first] for first in np.unique(tables.layout_of, return_index=True)[1]]
+    strategies = _of_layouts(tables)
     count, chain = pipeline.num_microbatches, job.chain
     entries = max((chain.num_flowing(place, job.seq_len) for place in range(chain.num_layers - 1)), default=0)
     hidden = [

@@ -337,9 +337,9 @@ def reduce_gradients(layer: FSDPModule, *, in_time: bool, is_last: bool) -> None
     """End a weight pass of a sharded layer, which FSDP's hooks do not see.
 
     Reduce the gradients accumulated over the backward passes if ``in_time``, and over replicas of shards once per step,
-    in the last pass. Gathered parameters stay gathered, because another microbatch may use them. Until the replicas
-    reduce them, FSDP adds up reduced gradients of all parameters in one buffer, so each pass reduces those of all: some
-    have the gradients of a later backward pass in an earlier weight pass already.
+    in the last pass. Gathered parameters stay gathered, because another microbatch may use them. Of replicated
+    shards, FSDP adds up what it has reduced in one buffer, so each pass reduces all parameters: with zeros for those
+    whose gradients, complete after the backward pass, were reduced in the weight pass of an earlier microbatch.
     """
     for group in layer._get_fsdp_state()._fsdp_param_groups:
         group.reduce_scatter_unused_params |= group.mesh_info.replicate_mesh_dim is not None
@@ -361,7 +361,7 @@ def end_weight_passes(root: FSDPModule) -> None:
 
 @torch.no_grad()
 def complete_gradients(layer: FSDPModule) -> None:
-    """Give parameters without gradients, but with a place among reduced ones, zero gradients before a reduction.
+    """Give zero gradients to parameters that have none, in layers that reduce those of all parameters.
 
     These are unsharded and in the reduce dtype, as accumulated gradients are; FSDP reduces those of one dtype together,
     and a new gradient would not be in it.

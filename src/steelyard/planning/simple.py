@@ -136,7 +136,7 @@ def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request:
     tied_s = min(cost.step_time_s for cost, _ in costs) * (1 + TIE)
     tied = [pair for pair in costs if pair[0].step_time_s <= tied_s]
     cost, simple = min(tied, key=lambda pair: max(stage.total_bytes for stage in pair[0].stages))
-    if not (job.is_mixed or job.effects.uses_host or request.decisions.pins):
+    if not (job.is_mixed or job.effects.uses_host or request.decisions.pins):  # which `_merged` does not heed
         cost, simple = _merged(cost, simple, job, most_s)
     if _mixture(simple) >= _mixture(plan):
         return plan
@@ -165,7 +165,7 @@ def _merged(cost: PlanCost, plan: Plan, job: Job, most_s: float) -> tuple[PlanCo
     The result takes at most ``most_s`` and fits. Each group costs one simulation.
     """
     for layers in sorted(_unusual(plan).values(), key=len):
-        other = _as_most(plan, job, layers)
+        other = _with_usual(plan, job, layers)
         if other is None or _mixture(other) >= _mixture(plan):
             continue
         found = predict(other, job)
@@ -224,7 +224,8 @@ def with_reasons(plan: Plan, job: Job) -> Plan:
     reasons = []
     for strategy, layers in sorted(_unusual(plan).items(), key=lambda group: -len(group[1])):
         own, other = _told_apart(strategy, _as_usual(plan, _usual(plan), job.chain.type_of(layers[0])))
-        reasons.append(f"{_names(job, layers)}: {own}; {other} {_cost(_as_most(plan, job, layers), job, step_s, held)}")
+        cost = _cost(_with_usual(plan, job, layers), job, step_s, held)
+        reasons.append(f"{_names(job, layers)}: {own}; {other} {cost}")
     return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"reasons": tuple(reasons)})})
 
 
@@ -242,7 +243,7 @@ def _unusual(plan: Plan) -> dict[Strategy, list[int]]:
     return groups
 
 
-def _as_most(plan: Plan, job: Job, layers: Sequence[int]) -> Plan | None:
+def _with_usual(plan: Plan, job: Job, layers: Sequence[int]) -> Plan | None:
     """Return the plan with the strategy of most blocks for some layers, or None if it cannot divide them."""
     chain, strategies, usual = job.chain, list(plan.strategies), _usual(plan)
     for layer in layers:

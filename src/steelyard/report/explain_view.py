@@ -116,7 +116,8 @@ def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
         if prediction is not None and (line := as_good_line(prediction, explanation.rivals)):
             parts.append(_line(line))
     if explanation.budgets:
-        is_faster_with_less = (explanation.budgets[-1].slowdown or 0.0) < 0  # as the fastest plan here may be, too
+        # these plans are the fastest; one with less memory may beat the plan, if that is the simplest instead
+        is_faster_with_less = (explanation.budgets[-1].slowdown or 0.0) < 0
         free = [each.model_copy(update={"name": "this budget"}) for each in explanation.rivals if each.name == ANY_PLAN]
         rows = (*free * is_faster_with_less, *explanation.budgets)
         parts.append(baseline_table("Best plan with another memory budget", rows, whole=everything))
