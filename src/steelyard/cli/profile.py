@@ -60,6 +60,8 @@ def profile(
     AdamW is measured; other optimizers are priced by the bytes that they move.
     """
     require_training("`steelyard profile` measures their layers and collectives")
+    import torch
+
     from steelyard.profiler.launch import launch_profiler
     from steelyard.tracer.cache import cached_trace
 
@@ -74,6 +76,7 @@ def profile(
         precision=options.parse_precision(precision, LayerPrecision),
         degrees=degrees,
         own=own,
+        hub_kernels=torch.cuda.is_available(),
     )
     measured = launch_profiler(
         chain,

@@ -43,7 +43,12 @@ CAPABILITIES = Capabilities(
         *("fsdp", "dp+fsdp", "tp", "fsdp+tp", "dp+fsdp+tp"),
         *("fsdp+cp", "fsdp+cp+tp", "dp+fsdp+cp", "dp+fsdp+cp+tp", "fsdp+ep"),
     ),
-    experts_of=frozenset({"deepseek_v3", "gpt_oss", "qwen3_moe"}),
+    experts_of=frozenset(
+        {
+            *("deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
+            *("minimax_m2", "nemotron_h", "qwen3_moe", "qwen3_next"),
+        }
+    ),
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
     why_not={"dp": "which FSDP2 supports only together with fsdp"},

@@ -62,6 +62,7 @@ from steelyard.model.family import Task
 from steelyard.modules.build import build_meta_model, named_layer_modules, prepare_model
 from steelyard.modules.experts import even_dim, routed_experts
 from steelyard.modules.fake_op_cache import FakeOpCache
+from steelyard.modules.hub_kernels import as_kernels
 from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.model_inputs import blank_samples
 from steelyard.modules.own_proof import build_planned
@@ -382,6 +383,8 @@ def _fake_tensors(backend: Backend) -> Iterator[None]:
             return [_WorkWithTensors(work, [each.tensor for each in operations]) for work in batch(operations, desc)]
 
         stack.enter_context(mock.patch.object(schedules, "_batch_p2p", begin))
+        if Backend(backend) is not Backend.GLOO:  # on GPUs
+            stack.enter_context(as_kernels())
         if Backend(backend).copies_what_it_scatters:
             reduce_scatter = dist.reduce_scatter_single
 

@@ -167,24 +167,26 @@ def cached_trace(
     own: Any = None,
     with_products: bool = False,
     fp32_adapters: bool = False,
+    hub_kernels: bool = False,
 ) -> Profile:
     """Return the traced profile from the cache folder or the package; trace and store it in the folder if it is new.
 
     ``folder`` defaults to ``$XDG_CACHE_HOME/steelyard/traces`` (``~/.cache`` where unset). A folder that cannot be
     written, or a file in it that cannot be read, only costs time. ``own`` is a user's own module, if the chain is of
     one (`steelyard.modules.own_pieces.OwnModel`). ``with_products`` asks for shapes of matrix products, which the
-    package leaves out; ``fp32_adapters`` is as in `steelyard.tracer.layer.TracedLayer`.
+    package leaves out; ``fp32_adapters`` and ``hub_kernels`` are as in `steelyard.tracer.layer.TracedLayer`.
 
     Raises `NotInstalledError` if the model has to be traced and torch is not installed, and `InvalidModelError` if
     tracing fails on a split from a plan file.
     """
     if precision == "fp16":  # as wide as bf16, and only widths are counted
         options: dict[str, Any] = {"with_products": with_products, "fp32_adapters": fp32_adapters}
+        options["hub_kernels"] = hub_kernels
         same = cached_trace(
             chain, seq_len=seq_len, precision="bf16", degrees=degrees, folder=folder, own=own, **options
         )
         return same.model_copy(update={"identity": same.identity.model_copy(update={"precision": precision})})
-    path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees, fp32_adapters)}.json"
+    path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees, fp32_adapters, hub_kernels)}.json"
     if path.is_file():
         try:
             return parse_file(path, Profile, InvalidProfileError, what="profile")
@@ -210,7 +212,13 @@ def cached_trace(
 
     with changed_split_refused(chain.split, partial(split_of, chain.config)):
         profile = trace(
-            chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own, fp32_adapters=fp32_adapters
+            chain,
+            seq_len=seq_len,
+            precision=precision,
+            degrees=degrees,
+            own=own,
+            fp32_adapters=fp32_adapters,
+            hub_kernels=hub_kernels,
         )
     keep(path, profile.model_dump_json())
     _say_kept(path.parent)
@@ -224,7 +232,12 @@ def _say_kept(folder: Path) -> None:
 
 
 def _key(
-    chain: ModelChain, seq_len: int, precision: LayerPrecision, degrees: tuple[int, ...], fp32_adapters: bool
+    chain: ModelChain,
+    seq_len: int,
+    precision: LayerPrecision,
+    degrees: tuple[int, ...],
+    fp32_adapters: bool,
+    hub_kernels: bool,
 ) -> str:
     entries: dict[str, Any] = {
         "config": chain.config_hash,
@@ -236,6 +249,7 @@ def _key(
         **{name: installed_version(name) for name in TRAINING},
         "attention": ATTENTION,
     }
+    entries |= {"kernels": "hub"} if hub_kernels else {}
     for name, part in (("split", chain.split), ("frozen", chain.freeze)):
         entries |= {name: part.model_dump_json()} if part else {}
     if chain.changes:

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 import steelyard.modules.experts  # noqa: F401  registers the products that are counted here
 from steelyard.errors import InvalidModelError
 from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode
+from steelyard.modules.hub_kernels import BACKWARD_FACTOR, kernel_work
 from steelyard.profiles.profile import Collective
 
 aten = torch.ops.aten
@@ -215,6 +216,15 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
             attention_bytes=2 * query.nbytes + key.nbytes + value.nbytes,
             attention=[_seen_attention(packet, args, kwargs)],
         )
+    if packet in _HUB_KERNELS:
+        factor, work = _HUB_KERNELS[packet], kernel_work(args[0], args[-1])
+        flop = factor * work.flop
+        return OpCounts(
+            num_kernels=1,
+            matmul_flop=flop,
+            fp32_flop=flop if args[0][0].dtype is torch.float32 else 0,
+            memory_bytes=moved - out[-1].nbytes + factor * work.product_bytes,
+        )
     if packet in flop_registry:
         flop = flop_registry[packet](*args, **kwargs, out_val=out)
         weights = sum(leaf.nbytes for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor) and leaf.dim() == 3)
@@ -248,6 +258,8 @@ def _effect_of_collective(func: Any, args: tuple[Any, ...], out: Any) -> OpCount
     return OpCounts(collectives=defaultdict(list, {collective: [whole.numel() * whole.element_size()]}))
 
 
+_HUB_KERNELS = {torch.ops.steelyard.kernel: 1, torch.ops.steelyard.kernel_backward: BACKWARD_FACTOR}
+"""Work of each direction of a kernel in units of its forward pass."""
 _BATCHED_PRODUCTS = {aten.bmm, aten.baddbmm}
 _GROUPED_PRODUCTS = {torch.ops.steelyard.grouped_mm, torch.ops.steelyard.grouped_mm_backward}
 """Products of rows with the weights of their experts; the weights are the operands of three dims."""

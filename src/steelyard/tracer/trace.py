@@ -87,10 +87,11 @@ def trace(
     degrees: Iterable[int],
     own: OwnModel | None = None,
     fp32_adapters: bool = False,
+    hub_kernels: bool = False,
 ) -> Profile:
     """Return the traced profile of a model in every shape that parallelism dimensions give its layers at these degrees.
 
-    ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` is as in `TracedLayer`. A
+    ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` and ``hub_kernels`` are as in `TracedLayer`. A
     degree that does not divide a layer type's sizes is left out for that layer type.
     """
     model = build_meta_model(chain) if own is None else own.without_values()
@@ -113,6 +114,7 @@ def trace(
                                 strategy=strategy,
                                 model=model,
                                 fp32_adapters=fp32_adapters,
+                                hub_kernels=hub_kernels,
                                 seen=seen,
                             ),
                             layer_type,

@@ -1,0 +1,207 @@
+"""Kernels of linear attention, state-space scans and causal convolutions, on fake tensors.
+
+For such layers transformers calls flash-linear-attention, mamba_ssm and causal_conv1d where they are installed, and
+otherwise reference code, which takes several times as long and holds many times as much memory. Training on GPUs takes
+the kernels, which do not run on fake tensors. `as_kernels` therefore replaces the functions that have both by one
+operation each, whose results are those of the reference code:
+
+- forward reads the arguments and writes the results, and saves the arguments for backward;
+- between the kernels of one call lie the factors and results of the batched products of the reference code, in the
+  dtype of the first argument: they are read and written, and the results are held while the call runs;
+- backward computes all of this again, and twice as much for the gradients.
+
+For the gated delta rule with heads of 128 this is 6.3 KB per token and head, as in flash-linear-attention's time on an
+H200 (`benchmarks/kernel_rates.py`). Not modelled: kernels that fuse more, such as FlashQLA's and the one of mamba_ssm
+for a whole layer; the matrix of each chunk that flash-linear-attention keeps for backward.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from transformers.integrations import hub_kernels
+
+BACKWARD_FACTOR = 3
+"""Work of a backward pass relative to forward: the same once more, and the gradients of both factors of a product."""
+
+
+@contextmanager
+def as_kernels() -> Iterator[None]:
+    """Replace the functions of loaded models of transformers that have kernels by one operation each, in this context.
+
+    They then run on fake tensors only.
+    """
+    with ExitStack() as stack:
+        for module in [each for name, each in sys.modules.items() if name.startswith("transformers.models.")]:
+            for name, reference in _references(module):
+                stack.enter_context(mock.patch.object(module, name, _one_operation(reference)))
+        yield
+
+
+def _references(module: ModuleType) -> list[tuple[str, Callable[..., Any]]]:
+    """Return the names of a module's functions that have kernels, with their reference code."""
+    file = hub_kernels.use_kernel_func_from_hub_with_fallback.__code__.co_filename
+    wrapped = ((name, each) for name, each in vars(module).items() if hasattr(each, "__wrapped__"))
+    return [(name, each.__wrapped__) for name, each in wrapped if _file_of(each) == file]
+
+
+def _file_of(function: Any) -> str:
+    return function.__code__.co_filename if hasattr(function, "__code__") else ""
+
+
+def _one_operation(reference: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(reference)
+    def run(*places: Any, **names: Any) -> Any:
+        leaves, spec = tree_flatten((places, names))
+        if torch.compiler.is_compiling() or any(isinstance(each, DTensor) for each in leaves):
+            return reference(*places, **names)
+        call = _Call(reference, spec, tuple(None if isinstance(each, Tensor) else (each,) for each in leaves))
+        if call not in _numbers:
+            _numbers[call] = len(_calls)
+            _calls.append(call)
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        *results, _scratch = torch.ops.steelyard.kernel(tensors, _numbers[call])
+        found = iter(results)
+        kept = [next(found) if is_tensor else None for is_tensor in call.seen(tensors).are_tensors]
+        return tree_unflatten(kept, call.seen(tensors).spec)
+
+    return run
+
+
+class KernelWork(NamedTuple):
+    """Work of the forward pass of a call, and the form of its result."""
+
+    flop: float
+    """FLOP of the batched products."""
+    product_bytes: int
+    """Bytes of the factors and results of the batched products."""
+    scratch_bytes: int
+    """Bytes of their results alone."""
+    spec: TreeSpec
+    are_tensors: tuple[bool, ...]
+    """Whether each part of the result is a tensor; the others are None."""
+
+
+class _Call(NamedTuple):
+    """A function and its arguments other than tensors: (value,) for each, None in the place of a tensor."""
+
+    reference: Callable[..., Any]
+    spec: TreeSpec
+    others: tuple[tuple[Any] | None, ...]
+
+    def results(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensors among the results of the reference code, and learn its work."""
+        rest = iter(tensors)
+        leaves = [next(rest) if other is None else other[0] for other in self.others]
+        places, names = tree_unflatten(leaves, self.spec)
+        with _Products(tensors[0].element_size()) as products:
+            found, spec = tree_flatten(self.reference(*places, **names))
+        are_tensors = tuple(isinstance(each, Tensor) for each in found)
+        _seen[self, _shapes(tensors)] = KernelWork(
+            products.flop, products.total_bytes, products.result_bytes, spec, are_tensors
+        )
+        return [each for each in found if isinstance(each, Tensor)]
+
+    def seen(self, tensors: list[Tensor]) -> KernelWork:
+        """Return the work of a call with tensors of these shapes that has run before."""
+        return _seen[self, _shapes(tensors)]
+
+
+_calls: list[_Call] = []
+_numbers: dict[_Call, int] = {}
+_seen: dict[tuple[_Call, tuple[Any, ...]], KernelWork] = {}
+
+
+def _shapes(tensors: list[Tensor]) -> tuple[Any, ...]:
+    return tuple((*each.shape, each.dtype) for each in tensors)
+
+
+def kernel_work(tensors: list[Tensor], number: int) -> KernelWork:
+    """Return the work of a ``steelyard::kernel`` that has run with these arguments."""
+    return _calls[number].seen(tensors)
+
+
+class _Products(TorchDispatchMode):
+    """Counter of the batched products among the operations in its context, in numbers of ``width`` bytes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.flop, self.total_bytes, self.result_bytes, self._width = 0.0, 0, 0, width
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and count it if it is a batched product or solves triangular systems."""
+        with self:  # ``matmul`` and others, which are seen whole below autograd
+            parts = func.decompose(*args, **(kwargs or {})) if func.namespace == "aten" else NotImplemented
+        if parts is not NotImplemented:
+            return parts
+        out = func(*args, **(kwargs or {}))
+        if func._overloadpacket in _BATCHED:
+            tensors = [each for each in args if isinstance(each, Tensor)]
+            self.result_bytes += out.numel() * self._width
+            self.total_bytes += sum(each.numel() for each in (*tensors, out)) * self._width
+            self.flop += _BATCHED[func._overloadpacket](*args, out=out)
+        return out
+
+
+def _product_flop(*args: Any, out: Tensor) -> float:
+    return 2.0 * out.numel() * args[-2].shape[-1]
+
+
+def _solution_flop(system: Tensor, _right: Tensor, *, out: Tensor) -> float:
+    return float(out.numel() * system.shape[-1])
+
+
+_BATCHED = {
+    torch.ops.aten.bmm: _product_flop,
+    torch.ops.aten.baddbmm: _product_flop,
+    torch.ops.aten.linalg_solve_triangular: _solution_flop,
+}
+
+
+@torch.library.custom_op("steelyard::kernel", mutates_args=())
+def _kernel(inputs: list[Tensor], number: int) -> list[Tensor]:
+    """Return the results of a call and, last, the memory that it holds meanwhile; ``inputs`` are its tensors."""
+    raise NotImplementedError("runs on fake tensors only")
+
+
+@_kernel.register_fake
+def _(inputs: list[Tensor], number: int) -> list[Tensor]:
+    results = [torch.empty_like(each) for each in _calls[number].results(inputs)]
+    return [*results, inputs[0].new_empty(kernel_work(inputs, number).scratch_bytes, dtype=torch.uint8)]
+
+
+@torch.library.custom_op("steelyard::kernel_backward", mutates_args=())
+def _kernel_backward(inputs: list[Tensor], gradients: list[Tensor], number: int) -> list[Tensor]:
+    """Return the gradients of the inputs and, last, the memory that the call holds meanwhile."""
+    raise NotImplementedError("runs on fake tensors only")
+
+
+@_kernel_backward.register_fake
+def _(inputs: list[Tensor], gradients: list[Tensor], number: int) -> list[Tensor]:
+    scratch = (BACKWARD_FACTOR - 1) * kernel_work(inputs, number).scratch_bytes
+    return [*map(torch.empty_like, inputs), inputs[0].new_empty(scratch, dtype=torch.uint8)]
+
+
+def _keep(ctx: Any, inputs: tuple[list[Tensor], int], output: list[Tensor]) -> None:
+    ctx.save_for_backward(*inputs[0])
+    ctx.number = inputs[1]
+
+
+def _differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[list[Tensor], None]:
+    inputs = list(ctx.saved_tensors)
+    found = torch.ops.steelyard.kernel_backward(inputs, [each for each in gradients if each is not None], ctx.number)
+    return found[:-1], None
+
+
+_kernel.register_autograd(_differentiate, setup_context=_keep)
