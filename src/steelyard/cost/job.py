@@ -443,7 +443,7 @@ def side_bytes(layer_types: set[LayerType], config: JobConfig) -> int:
     }
     num_rotary = len(attention) if chain.family.rotary_by_attention else bool(attention)
     rotary = 2 * num_rotary * chain.rotary_size * job.compute_bytes
-    window = int(chain.config.get("sliding_window") or 0)
+    window = int(chain.text_config.get("sliding_window") or 0)
     slides = "sliding_attention" in attention and 0 < window < job.seq_len
     mask = int(slides) if chain.family.fused_attention else len(attention) * job.compute_bytes
     return job.seq_len * (_TOKEN_BYTES + rotary + mask * job.seq_len)

@@ -87,6 +87,12 @@ class ModelChain(Layout):
         return self.config.get(ROUTER_LOSS) is True
 
     @property
+    def text_config(self) -> Mapping[str, Any]:
+        """Entries of the config's part for text, which is the whole config of a model of text alone."""
+        part = self.config.get(TEXT_PART)
+        return part if isinstance(part, Mapping) else self.config
+
+    @property
     def features(self) -> SplitFeatures | None:
         """Input of the first layer, if samples hold it alongside the token ids of a later layer; otherwise None."""
         return self.split.features
@@ -247,11 +253,11 @@ class ModelChain(Layout):
 
         If the layer types do not distinguish sliding from full attention, the window applies to all blocks.
         """
-        window = self.config.get("sliding_window")
+        window = self.text_config.get("sliding_window")
         if (
             not isinstance(window, int)
             or layer_type.role is not LayerRole.BLOCK
-            or not self.config.get("use_sliding_window", 1)
+            or not self.text_config.get("use_sliding_window", 1)
         ):
             return None
         slides = {each.attention for each in self.layer_types} - {"full_attention"}

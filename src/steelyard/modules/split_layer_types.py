@@ -277,6 +277,7 @@ def types_of_layers(
             layers.append(len(layer_types))
             name = "text embedding" if encoder.encoded is None else "decoder embedding"
             layer_types.append(SplitLayerType(name=name, role=LayerRole.EMBEDDING, no_tp=NO_TP, tokens=tokens))
+        part = config.get_text_config(decoder=True) if path == blocks else config
         parts = ("image ", "text ") if encoder and encoder.encoded is None else ("encoder ", "decoder ")
         words = parts[path == blocks] if encoder else ""
         given = {call.argument, call.number} | ({encoder.encoded} if encoder and path == blocks else set())
@@ -288,12 +289,12 @@ def types_of_layers(
             (
                 *_signature(modules[number], place),
                 *_key(one, given, (beside[number], own_layers[number]), passed, place, config),
-                _attention(config, place),
+                _attention(part, place),
             )
             for number, (place, one) in enumerate(zip(places, seen.chains[path], strict=False))
         ]
         first_of = [keys.index(key) for key in dict.fromkeys(keys)]
-        attention = [_attention(config, places[number]) for number in first_of]
+        attention = [_attention(part, places[number]) for number in first_of]
         names = _names([modules[place] for place in first_of], attention)
         layers += [len(layer_types) + first_of.index(keys.index(key)) for key in keys]
         layer_types += [
