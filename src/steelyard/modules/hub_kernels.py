@@ -5,14 +5,15 @@ otherwise reference code, which takes several times as long and holds many times
 the kernels, which do not run on fake tensors. `as_kernels` therefore replaces the functions that have both by one
 operation each, whose results are those of the reference code:
 
-- forward reads the arguments and writes the results, and saves the arguments for backward;
-- between the kernels of one call lie the factors and results of the batched products of the reference code, in the
-  dtype of the first argument: they are read and written, and the results are held while the call runs;
-- backward computes all of this again, and twice as much for the gradients.
+- forward reads the arguments, writes the results, and saves the arguments for backward;
+- the kernels of one call read and write the factors and results of the batched products of the reference code, in the
+  dtype of the first argument, and hold the results while the call runs;
+- backward does `BACKWARD_FACTOR` times this work, and holds as many gradients.
 
-For the gated delta rule with heads of 128 this is 6.3 KB per token and head, as in flash-linear-attention's time on an
-H200 (`benchmarks/kernel_rates.py`). Not modelled: kernels that fuse more, such as FlashQLA's and the one of mamba_ssm
-for a whole layer; the matrix of each chunk that flash-linear-attention keeps for backward.
+For the gated delta rule with heads of 128 these are 6.3 KB per token and head: forward 1.13 to 1.37 and backward 0.95
+times the time that flash-linear-attention 0.5 takes in short runs on an H200 (`tests/modules/test_hub_kernels.py`). Not
+modelled: kernels that fuse more, such as FlashQLA's or those of mamba_ssm for a whole layer; the matrix of each chunk
+that flash-linear-attention keeps for backward; compiled blocks, which are traced from the reference code.
 """
 
 import sys
@@ -30,8 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.integrations import hub_kernels
 
-BACKWARD_FACTOR = 3
-"""Work of a backward pass relative to forward: the same once more, and the gradients of both factors of a product."""
+BACKWARD_FACTOR = 2.5
+"""Work of a backward pass relative to forward: the gradients of both factors of each product, and half of the forward
+pass again, from the matrix of each chunk that is kept (flash-linear-attention, gated_delta_rule/chunk.py)."""
 
 
 @contextmanager
@@ -189,13 +191,14 @@ def _kernel_backward(inputs: list[Tensor], gradients: list[Tensor], number: int)
 
 @_kernel_backward.register_fake
 def _(inputs: list[Tensor], gradients: list[Tensor], number: int) -> list[Tensor]:
-    scratch = (BACKWARD_FACTOR - 1) * kernel_work(inputs, number).scratch_bytes
+    scratch = 2 * kernel_work(inputs, number).scratch_bytes  # and of as many gradients
     return [*map(torch.empty_like, inputs), inputs[0].new_empty(scratch, dtype=torch.uint8)]
 
 
 def _keep(ctx: Any, inputs: tuple[list[Tensor], int], output: list[Tensor]) -> None:
     ctx.save_for_backward(*inputs[0])
     ctx.number = inputs[1]
+    ctx.set_materialize_grads(False)  # no zeros for what is held meanwhile
 
 
 def _differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[list[Tensor], None]:

@@ -223,7 +223,7 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
             num_kernels=1,
             matmul_flop=flop,
             fp32_flop=flop if args[0][0].dtype is torch.float32 else 0,
-            memory_bytes=moved - out[-1].nbytes + factor * work.product_bytes,
+            memory_bytes=max(moved - out[-1].nbytes, factor * work.product_bytes),
         )
     if packet in flop_registry:
         flop = flop_registry[packet](*args, **kwargs, out_val=out)

@@ -1,0 +1,100 @@
+"""Tests of linear attention's kernels on fake tensors: their work, their memory, and the times that others measured."""
+
+import pytest
+import torch
+import transformers.models.qwen3_next.modeling_qwen3_next as model_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from steelyard.cost.compute import work_s
+from steelyard.cost.job import DeviceGroup, Job
+from steelyard.cost.predict import predict_memory
+from steelyard.hardware import parse_cluster
+from steelyard.model.read import chain_from_config
+from steelyard.modules.hub_kernels import as_kernels
+from steelyard.profiles.profile import Work
+from steelyard.profiles.shapes import Affine
+from steelyard.runtime.dry_run import dry_run
+from steelyard.tracer.cache import cached_trace
+from steelyard.tracer.counting import OpCounter, OpCounts
+from tests.cost.examples import plan
+from tests.modules.split_configs import split_config
+
+GIB = 2**30
+TOKENS, WIDTH = 1024, 128
+
+
+def delta_rule(heads: int, value_heads: int) -> tuple[OpCounts, OpCounts]:
+    """Return the counts of the gated delta rule over `TOKENS` tokens in bf16, forward and backward."""
+    with FakeTensorMode(), as_kernels(), OpCounter() as counter:
+        keys = [torch.empty(1, TOKENS, heads, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+        values = torch.empty(1, TOKENS, value_heads, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        gates = [torch.empty(1, TOKENS, value_heads, dtype=each, requires_grad=True) for each in GATES]
+        found, state = model_code.torch_chunk_gated_delta_rule(*keys, values, *gates, use_qk_l2norm_in_kernel=True)
+        assert (found.shape, found.dtype, state) == (values.shape, torch.bfloat16, None)
+        forward, counter.counts = counter.counts, OpCounts()
+        found.backward(torch.empty_like(found))
+        assert keys[0].grad is not None
+        assert keys[0].grad.shape == keys[0].shape
+    return forward, counter.counts
+
+
+GATES = (torch.float32, torch.bfloat16)
+
+
+def test_one_kernel_moves_what_its_products_read_and_write() -> None:
+    forward, backward = delta_rule(2, 4)
+    chunk, tokens = 64, TOKENS * 4
+    in_chunk = 2 * (2 * WIDTH + chunk)  # keys and queries by keys
+    solutions = 2 * (chunk + 2 * WIDTH)
+    by_state = 2 * (2 * WIDTH + WIDTH * WIDTH // chunk)
+    rest = (chunk + 2 * WIDTH) + (2 * WIDTH + WIDTH * WIDTH // chunk)
+    products = 2 * tokens * (in_chunk + solutions + by_state + rest)
+    assert forward.num_kernels == 1
+    assert (forward.memory_bytes, backward.memory_bytes) == (products, 2.5 * products)
+    flop = 2 * tokens * (2 * chunk * WIDTH + chunk * WIDTH + 3 * WIDTH * WIDTH + chunk * WIDTH)
+    assert (forward.matmul_flop, backward.matmul_flop) == (flop, 2.5 * flop)
+
+
+# Seconds of flash-linear-attention 0.5.1 on an H200: QwenLM/FlashQLA, benchmark/benchmark_results_H200.txt (MIT).
+MEASURED_S = {
+    (32768, 16, 64): (3.331e-3, None),
+    (16384, 16, 64): (1.598e-3, None),
+    (32768, 16, 48): (2.711e-3, None),
+    (32768, 16, 32): (1.890e-3, 5.697e-3),
+    (8192, 16, 32): (0.472e-3, 1.444e-3),
+    (32768, 32, 32): (1.939e-3, None),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED_S)
+def test_times_are_those_of_short_runs_or_little_more(case: tuple[int, int, int]) -> None:
+    """Clocks fall in longer runs, and the rates of the catalogue are those of training."""
+    tokens, heads, value_heads = case
+    of = _job({**split_config("qwen3_next")}, "1x1xh200-141gb", hub_kernels=True)
+    for counts, measured_s in zip(delta_rule(heads, value_heads), MEASURED_S[case], strict=True):
+        if measured_s is not None:
+            sums = ("matmul_flop", "attention_flop", "matmul_bytes", "memory_bytes")
+            lines = {name: Affine(constant=0.0, per_sample=getattr(counts, name) / TOKENS) for name in sums}
+            work = Work(num_kernels=1, **lines)
+            assert 0.9 <= work_s(work, tokens, of) / measured_s <= 1.4
+
+
+def _job(config: dict[str, object], cluster: str, *, hub_kernels: bool) -> Job:
+    chain = chain_from_config(config, name="test")
+    trace = cached_trace(chain, seq_len=64, precision="bf16", degrees=(1,), hub_kernels=hub_kernels)
+    machines = parse_cluster(cluster).with_memory(GIB)
+    group = DeviceGroup(profile=trace, cluster=machines, budget_bytes=GIB)
+    return Job(chain=chain, groups=(group,), seq_len=64, global_batch=16, precision="bf16")
+
+
+@pytest.mark.parametrize("remat", ["", " remat=full", " remat=selective"])
+def test_predicted_bytes_are_those_of_a_dry_run_on_gpus(remat: str) -> None:
+    config = split_config("qwen3_next")
+    on_gpus, on_cpus = (_job(config, "1x2xcpu", hub_kernels=each) for each in (True, False))
+    blocks = ", ".join([f"fsdp2{remat}"] * 2)
+    candidate = plan(on_gpus, f"fsdp2, {blocks}, fsdp2", num_microbatches=2)
+    found = dry_run(candidate, 0, backend="nccl")
+    peak = max(found.first_step.total_bytes, found.later_steps.total_bytes)
+    (predicted,), (of_reference,) = (predict_memory(candidate, each) for each in (on_gpus, on_cpus))
+    assert 1.0 <= sum(predicted.values()) / peak <= 1.15
+    assert sum(of_reference.values()) > sum(predicted.values())
