@@ -60,9 +60,7 @@ def profile(
     AdamW is measured; other optimizers are priced by the bytes that they move.
     """
     require_training("`steelyard profile` measures their layers and collectives")
-    import torch
-
-    from steelyard.profiler.launch import launch_profiler
+    from steelyard.profiler.launch import launch_profiler, measures_gpus
     from steelyard.tracer.cache import cached_trace
 
     began_s, sizes = time.time(), parse_samples(samples, global_batch)
@@ -76,7 +74,7 @@ def profile(
         precision=options.parse_precision(precision, LayerPrecision),
         degrees=degrees,
         own=own,
-        hub_kernels=torch.cuda.is_available(),
+        hub_kernels=measures_gpus(),
     )
     measured = launch_profiler(
         chain,

@@ -16,6 +16,7 @@ modelled: kernels that fuse more, such as FlashQLA's or those of mamba_ssm for a
 that flash-linear-attention keeps for backward; compiled blocks, which are traced from the reference code.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -47,6 +48,17 @@ def as_kernels() -> Iterator[None]:
             for name, reference in _references(module):
                 stack.enter_context(mock.patch.object(module, name, _one_operation(reference)))
         yield
+
+
+def packages_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the packages that have the kernels of a model of transformers, by the names under which they install."""
+    modules = {sys.modules[type(each).__module__] for each in model.modules()}
+    found = {
+        inspect.getclosurevars(getattr(module, name)).nonlocals["package"]
+        for module in modules
+        for name, _ in _references(module)
+    }
+    return tuple(sorted(hub_kernels._PACKAGE_TO_DISTRIBUTION.get(each, each) for each in found))
 
 
 def _references(module: ModuleType) -> list[tuple[str, Callable[..., Any]]]:
@@ -164,7 +176,7 @@ def _solution_flop(system: Tensor, _right: Tensor, *, out: Tensor) -> float:
     return float(out.numel() * system.shape[-1])
 
 
-_BATCHED = {
+_BATCHED: dict[Any, Callable[..., float]] = {
     torch.ops.aten.bmm: _product_flop,
     torch.ops.aten.baddbmm: _product_flop,
     torch.ops.aten.linalg_solve_triangular: _solution_flop,

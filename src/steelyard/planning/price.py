@@ -277,6 +277,11 @@ def warnings_of(
             )
             if not missed_bytes:
                 told.append(f"a plan with --memory-margin {MARGIN:g} leaves more free, where one fits")
+        if fullest and (packages := pool.profile.identity.packages):
+            told.append(
+                f"priced with the kernels of {', '.join(packages)}; where one of these is not installed, transformers "
+                "runs slower code that needs more memory"
+            )
         if fullest and pool.cluster.num_devices > 1 and (misfits := pool.profile.misfits):
             told.append(
                 f"fitted latency and rate of collectives differ from measurements by up to: {', '.join(misfits)}; "

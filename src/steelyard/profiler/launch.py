@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from steelyard.errors import InvalidProfileError
@@ -87,6 +88,11 @@ def _show(line: str, done: float) -> None:
 
 
 _MODULE = "steelyard.profiler"
+
+
+def measures_gpus() -> bool:
+    """Return whether processes of this host measure GPUs, not its CPU cores."""
+    return torch.cuda.is_available()
 
 
 def launch_profiler(

@@ -23,6 +23,7 @@ from steelyard.errors import InvalidModelError
 from steelyard.model.chain import LayerType, ModelChain
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.modules.build import build_meta_model, prepare_model
+from steelyard.modules.hub_kernels import packages_of
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.stages import legal_shapes
 from steelyard.plan.strategy import Remat
@@ -91,8 +92,8 @@ def trace(
 ) -> Profile:
     """Return the traced profile of a model in every shape that parallelism dimensions give its layers at these degrees.
 
-    ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` and ``hub_kernels`` are as in `TracedLayer`. A
-    degree that does not divide a layer type's sizes is left out for that layer type.
+    ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` and ``hub_kernels`` are as in
+    `TracedLayer`. A degree that does not divide a layer type's sizes is left out for that layer type.
     """
     model = build_meta_model(chain) if own is None else own.without_values()
     prepare_model(model, chain)
@@ -133,6 +134,7 @@ def trace(
             num_devices=1,
             torch=torch.__version__,
             transformers=transformers.__version__,
+            packages=packages_of(model) or None if hub_kernels else None,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         ),
         layers=tuple(layers),
