@@ -19,7 +19,7 @@ that flash-linear-attention keeps for backward; compiled blocks, which are trace
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -48,6 +48,11 @@ def as_kernels() -> Iterator[None]:
             for name, reference in _references(module):
                 stack.enter_context(mock.patch.object(module, name, _one_operation(reference)))
         yield
+
+
+def as_reference() -> AbstractContextManager[Any]:
+    """Let reference code run in this context without transformers' advice to install its kernels."""
+    return mock.patch.object(hub_kernels.logger, "warning_once")
 
 
 def packages_of(model: nn.Module) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from steelyard.model.small import small_config, structure_of, widths_of, with_en
 from steelyard.model.split import ModelSplit, SplitLayerType
 from steelyard.modules.build import build_from_config, full_config, materialize_module, prepare_model, read_hub_config
 from steelyard.modules.called import POSITIONS
+from steelyard.modules.hub_kernels import as_reference
 from steelyard.modules.kept_splits import keep_split, kept_split
 from steelyard.modules.known_values import plain_token
 from steelyard.modules.layers import Flow, tensors_of
@@ -140,7 +141,8 @@ def split_model(model_type: str, config: Mapping[str, Any], folder: Path | None 
 
     The proof of a small model holds for every model of the same structure; it is kept in ``folder``.
     """
-    return split_and_structure(model_type, config, folder)[0]
+    with as_reference():
+        return split_and_structure(model_type, config, folder)[0]
 
 
 def split_and_structure(

@@ -379,7 +379,7 @@ class Study:
             return Answer(name=variant.name, reason=error.found)
         answer = Answer(name=variant.name, request=request, budget_bytes=job.budget_bytes)
         if not tables:
-            return answer
+            return replace(answer, reason="no numbers of stages and microbatches allow it")
         accepted = partial(
             accept,
             job,

@@ -201,6 +201,8 @@ def no_plan_text(other: ComparedBaseline) -> str:
     """Return the reason why a baseline has no plan."""
     if other.is_bound:
         return "no plan found before the time was up"
+    if other.reason:
+        return f"not possible: {other.reason}"
     return f"does not fit ({format_bytes(other.missing_bytes)} short)" if other.missing_bytes else "no legal strategy"
 
 
