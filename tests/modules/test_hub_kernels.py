@@ -7,10 +7,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from steelyard.cost.compute import work_s
 from steelyard.cost.job import DeviceGroup, Job
-from steelyard.cost.predict import predict_memory
+from steelyard.cost.predict import predict, predict_memory
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
 from steelyard.modules.hub_kernels import as_kernels
+from steelyard.planning.price import warnings_of
 from steelyard.profiles.profile import Work
 from steelyard.profiles.shapes import Affine
 from steelyard.runtime.dry_run import dry_run
@@ -98,3 +99,21 @@ def test_predicted_bytes_are_those_of_a_dry_run_on_gpus(remat: str) -> None:
     (predicted,), (of_reference,) = (predict_memory(candidate, each) for each in (on_gpus, on_cpus))
     assert 1.0 <= sum(predicted.values()) / peak <= 1.15
     assert sum(of_reference.values()) > sum(predicted.values())
+
+
+def test_a_kernel_without_reference_code_is_no_work() -> None:
+    from transformers.models.mamba2 import modeling_mamba2
+
+    with FakeTensorMode(), as_kernels(), OpCounter() as counter:
+        states = torch.empty(2, 64, 96, requires_grad=True)
+        assert modeling_mamba2.mamba2_split_conv1d_scan_combined(states, *[torch.empty(8)] * 5, chunk_size=16) is None
+    assert (counter.counts.num_kernels, counter.counts.memory_bytes) == (0, 0)
+
+
+def test_the_packages_of_kernels_are_named_in_traces_for_gpus_and_in_warnings() -> None:
+    packages = ("causal_conv1d", "flash-linear-attention")
+    on_gpus, on_cpus = (_job(split_config("qwen3_next"), "1x2xh100-80gb", hub_kernels=each) for each in (True, False))
+    assert (on_gpus.profile.identity.packages, on_cpus.profile.identity.packages) == (packages, None)
+    candidate = plan(on_gpus, ", ".join(["fsdp2"] * 4), num_microbatches=2)
+    said = [warnings_of(each, candidate, predict(candidate, each).stages) for each in (on_gpus, on_cpus)]
+    assert [any("causal_conv1d, flash-linear-attention" in line for line in lines) for lines in said] == [True, False]

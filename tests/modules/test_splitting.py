@@ -11,7 +11,7 @@ import torch
 from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWordEmbedding
 
 from steelyard.errors import InvalidModelError
-from steelyard.model.chain import ModelChain
+from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.family import Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config, structure_of
@@ -909,3 +909,19 @@ def test_an_embedding_that_is_projected_stays_narrower() -> None:
 
 def test_a_small_config_drops_rotary_scalings_made_for_a_width() -> None:
     assert small_config({"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 48}}) == {}
+
+
+def test_layer_types_and_windows_are_those_of_the_text_part_of_a_config() -> None:
+    sizes = {key: value for key, value in split_config("phi3").items() if key != "model_type"} | {"head_dim": 16}
+    experts = {"num_local_experts": 2, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 96}
+    chunked = {"model_type": "llama4_text", **sizes, **experts, "num_hidden_layers": 4, "attention_chunk_size": 32}
+    chain = chain_from_config({"model_type": "llama4", "text_config": chunked}, name="test")
+    blocks = [layer_type for layer_type in chain.layer_types if layer_type.role is LayerRole.BLOCK]
+    assert [each.name for each in blocks] == ["chunked dense block", "chunked sparse block", "full sparse block"]
+    assert [each.no_cp.endswith("its blocks are of chunked_attention") for each in blocks] == [True, True, False]
+    windowed = {"model_type": "gemma4", "text_config": {**split_config("gemma4_text"), "sliding_window": 8}}
+    alone = chain_from_config({**split_config("gemma4_text"), "sliding_window": 8}, name="test")
+    parts = chain_from_config(windowed, name="test")
+    windows = [[each.window(layer_type) for layer_type in each.layer_types] for each in (alone, parts)]
+    assert windows[0] == windows[1]
+    assert 8 in windows[0]

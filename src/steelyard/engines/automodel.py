@@ -37,18 +37,21 @@ from steelyard.plan.strategy import Remat
 from steelyard.precision import DTYPES
 from steelyard.schedules import SCHEDULES
 
+_OWN_CODE = frozenset(
+    {
+        *("deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
+        *("minimax_m2", "nemotron_h", "qwen3_moe", "qwen3_next"),
+    }
+)
+"""Types of models with experts that Automodel has its own code for."""
 CAPABILITIES = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of(
         *("fsdp", "dp+fsdp", "tp", "fsdp+tp", "dp+fsdp+tp"),
         *("fsdp+cp", "fsdp+cp+tp", "dp+fsdp+cp", "dp+fsdp+cp+tp", "fsdp+ep"),
     ),
-    experts_of=frozenset(
-        {
-            *("deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
-            *("minimax_m2", "nemotron_h", "qwen3_moe", "qwen3_next"),
-        }
-    ),
+    experts_of=_OWN_CODE,
+    no_tp_of=_OWN_CODE,
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
     why_not={"dp": "which FSDP2 supports only together with fsdp"},
@@ -74,14 +77,7 @@ def _refuse(chain: ModelChain, seq_len: int) -> None:
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     chain = request.plan.chain()
-    has_own_code = chain.family.model_type in (CAPABILITIES.experts_of or ())
-    if has_own_code and view.tp > 1:
-        raise UserError(
-            field="--to",
-            found=f"automodel for tp {view.tp} in a model of type {chain.family.model_type}",
-            expected="a plan without tp, which Automodel's own models with experts do not support",
-            hint="plan with --max-tp 1",
-        )
+    has_own_code = chain.family.model_type in _OWN_CODE
     levers = request.plan.chosen_levers
     left_out = {
         "tokenizer, learning rate and initial weights: set them in the file": True,

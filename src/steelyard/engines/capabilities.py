@@ -51,6 +51,8 @@ class Capabilities:
     """Whether experts are divided only over ranks that share the states of the rest of a layer."""
     experts_of: frozenset[str] | None = None
     """Model types whose experts may be divided; None: all."""
+    no_tp_of: frozenset[str] = frozenset()
+    """Model types that do not support tp."""
     why_not: Mapping[str, str] = field(default_factory=dict)
     """Reasons, beyond lack of support, why a layer cannot use a dimension, by the dimension's name."""
     remats: frozenset[Remat] = frozenset()
@@ -76,6 +78,15 @@ class Capabilities:
     def divides_experts(self, chain: ModelChain) -> bool:
         """Return whether the experts of a model may be divided."""
         return self.experts_of is None or chain.family.model_type in self.experts_of
+
+    def refusal_of(self, chain: ModelChain, strategy: Strategy) -> str | None:
+        """Return the dimension of a strategy that the framework lacks in models of this type, or None."""
+        model_type = chain.family.model_type
+        if strategy.expert_degree > 1 and not self.divides_experts(chain):
+            return f"ep in a model of type {model_type}"
+        if strategy.tensor_degree > 1 and model_type in self.no_tp_of:
+            return f"tp in a model of type {model_type}"
+        return None
 
     def allowed(self, mode: Mode, *, is_piped: bool) -> frozenset[Value]:
         """Return the allowed values of a mode in a layer without another dimension that changes them."""
@@ -154,8 +165,8 @@ def _reasons(plan: Plan, chain: ModelChain, capabilities: Capabilities) -> Itera
     yield from dict.fromkeys(filter(None, refusals))
     if not capabilities.shares_heads and (shared := plan.shared_heads(chain)) is not None:
         yield f"tp {shared[0]} over {shared[2]} {shared[1]}"
-    if not capabilities.divides_experts(chain) and any(each.expert_degree > 1 for each in plan.strategies):
-        yield f"ep in a model of type {chain.family.model_type}"
+    of_type = (capabilities.refusal_of(chain, strategy) for strategy in plan.strategies)
+    yield from dict.fromkeys(filter(None, of_type))
     if len(set(plan.stage_sizes)) > 1:
         yield f"stages of different numbers of devices ({', '.join(map(str, plan.stage_sizes))})"
     if plan.num_stages > 1 and not capabilities.schedules:

@@ -41,7 +41,8 @@ pass again, from the matrix of each chunk that is kept (flash-linear-attention, 
 def as_kernels() -> Iterator[None]:
     """Replace the functions of loaded models of transformers that have kernels by one operation each, in this context.
 
-    They then run on fake tensors only.
+    They then run on fake tensors only. Functions that a compiled block or tensors of several ranks enter stay as they
+    are.
     """
     with ExitStack() as stack:
         for module in [each for name, each in sys.modules.items() if name.startswith("transformers.models.")]:
@@ -107,7 +108,7 @@ class KernelWork(NamedTuple):
     """Bytes of their results alone."""
     spec: TreeSpec
     are_tensors: tuple[bool, ...]
-    """Whether each part of the result is a tensor; the others are None."""
+    """Whether each part of the result is a tensor; the others are None, as where there is no reference code."""
 
 
 class _Call(NamedTuple):

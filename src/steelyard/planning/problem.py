@@ -333,8 +333,7 @@ def stage_strategies(job: Job, devices_per_stage: int, decisions: Decisions) -> 
     if not means.shares_heads:
         types = job.chain.layer_types
         known = (each for each in known if all(layer.shared_by(each.tensor_degree) is None for layer in types))
-    if not means.divides_experts(job.chain):
-        known = (each for each in known if each.expert_degree == 1)
+    known = (each for each in known if means.refusal_of(job.chain, each) is None)
     return tuple(each for each in known if means.refusal(each, is_piped=is_piped) is None)
 
 

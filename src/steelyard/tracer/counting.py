@@ -217,14 +217,7 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
             attention=[_seen_attention(packet, args, kwargs)],
         )
     if packet in _HUB_KERNELS:
-        factor, work = _HUB_KERNELS[packet], kernel_work(args[0], args[-1])
-        flop = factor * work.flop
-        return OpCounts(
-            num_kernels=1,
-            matmul_flop=flop,
-            fp32_flop=flop if args[0][0].dtype is torch.float32 else 0,
-            memory_bytes=max(moved - out[-1].nbytes, factor * work.product_bytes),
-        )
+        return _effect_of_hub_kernel(packet, args, moved - out[-1].nbytes)
     if packet in flop_registry:
         flop = flop_registry[packet](*args, **kwargs, out_val=out)
         weights = sum(leaf.nbytes for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor) and leaf.dim() == 3)
@@ -240,6 +233,22 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
             products=list(_seen_products(packet, args, out)),
         )
     return OpCounts(num_kernels=1, memory_bytes=moved * _SLOWER.get(func.name().partition(".")[0], 1))
+
+
+def _effect_of_hub_kernel(packet: Any, args: tuple[Any, ...], moved: int) -> OpCounts:
+    """Return the counts of a call that reads and writes ``moved`` bytes; none if it has no reference code."""
+    factor, work = _HUB_KERNELS[packet], kernel_work(args[0], args[-1])
+    flop = factor * work.flop
+    return (
+        OpCounts(
+            num_kernels=1,
+            matmul_flop=flop,
+            fp32_flop=flop if args[0][0].dtype is torch.float32 else 0,
+            memory_bytes=max(moved, factor * work.product_bytes),
+        )
+        if any(work.are_tensors)
+        else _NOTHING
+    )
 
 
 def _effect_of_collective(func: Any, args: tuple[Any, ...], out: Any) -> OpCounts:
