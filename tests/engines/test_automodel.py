@@ -74,7 +74,7 @@ def test_experts_are_divided_in_models_that_it_has_code_for() -> None:
     assert unsupported(plan, CAPABILITIES) == ()
     distributed = content_of(plan)["distributed"]
     assert (distributed["ep_size"], distributed["moe"]) == (8, {"reshard_after_forward": True})
-    assert CAPABILITIES.no_tp_of <= {*CONFIG_MAPPING}
+    assert CAPABILITIES.never_divided <= {*CONFIG_MAPPING}
     other = divided_experts("mixtral-8x22b", ep=8, num_layers=56)
     assert "ep in a model of type mixtral" in unsupported(other, CAPABILITIES)
 

@@ -51,7 +51,7 @@ CAPABILITIES = Capabilities(
         *("fsdp+cp", "fsdp+cp+tp", "dp+fsdp+cp", "dp+fsdp+cp+tp", "fsdp+ep"),
     ),
     experts_of=_OWN_CODE,
-    no_tp_of=_OWN_CODE,
+    never_divided=_OWN_CODE,
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
     why_not={"dp": "which FSDP2 supports only together with fsdp"},

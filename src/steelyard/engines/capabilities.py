@@ -51,8 +51,8 @@ class Capabilities:
     """Whether experts are divided only over ranks that share the states of the rest of a layer."""
     experts_of: frozenset[str] | None = None
     """Model types whose experts may be divided; None: all."""
-    no_tp_of: frozenset[str] = frozenset()
-    """Model types that do not support tp."""
+    never_divided: frozenset[str] = frozenset()
+    """Model types whose matrices tensor parallelism never divides."""
     why_not: Mapping[str, str] = field(default_factory=dict)
     """Reasons, beyond lack of support, why a layer cannot use a dimension, by the dimension's name."""
     remats: frozenset[Remat] = frozenset()
@@ -84,7 +84,7 @@ class Capabilities:
         model_type = chain.family.model_type
         if strategy.expert_degree > 1 and not self.divides_experts(chain):
             return f"ep in a model of type {model_type}"
-        if strategy.tensor_degree > 1 and model_type in self.no_tp_of:
+        if strategy.tensor_degree > 1 and model_type in self.never_divided:
             return f"tp in a model of type {model_type}"
         return None
 

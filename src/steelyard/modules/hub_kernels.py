@@ -58,7 +58,7 @@ def as_reference() -> AbstractContextManager[Any]:
 
 def packages_of(model: nn.Module) -> tuple[str, ...]:
     """Return the packages that have the kernels of a model of transformers, by the names under which they install."""
-    modules = {sys.modules[type(each).__module__] for each in model.modules()}
+    modules = filter(None, {sys.modules.get(type(each).__module__) for each in model.modules()})
     found = {
         inspect.getclosurevars(getattr(module, name)).nonlocals["package"]
         for module in modules
