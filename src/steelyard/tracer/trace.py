@@ -134,7 +134,9 @@ def trace(
             num_devices=1,
             torch=torch.__version__,
             transformers=transformers.__version__,
-            packages=packages_of(model) or None if hub_kernels else None,
+            packages=packages_of(model.module if isinstance(model, OwnModel) else model) or None
+            if hub_kernels
+            else None,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         ),
         layers=tuple(layers),
