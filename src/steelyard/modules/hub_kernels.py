@@ -90,9 +90,8 @@ def _one_operation(reference: Callable[..., Any]) -> Callable[..., Any]:
             _calls.append(call)
         tensors = [each for each in leaves if isinstance(each, Tensor)]
         *results, _scratch = torch.ops.steelyard.kernel(tensors, _numbers[call])
-        found = iter(results)
-        kept = [next(found) if is_tensor else None for is_tensor in call.seen(tensors).are_tensors]
-        return tree_unflatten(kept, call.seen(tensors).spec)
+        found, form = iter(results), _work[call, _shapes(tensors)]
+        return tree_unflatten([next(found) if is_tensor else None for is_tensor in form.are_tensors], form.spec)
 
     return run
 
@@ -126,19 +125,17 @@ class _Call(NamedTuple):
         with _Products(tensors[0].element_size()) as products:
             found, spec = tree_flatten(self.reference(*places, **names))
         are_tensors = tuple(isinstance(each, Tensor) for each in found)
-        _seen[self, _shapes(tensors)] = KernelWork(
+        _work[self, _shapes(tensors)] = KernelWork(
             products.flop, products.total_bytes, products.result_bytes, spec, are_tensors
         )
         return [each for each in found if isinstance(each, Tensor)]
 
-    def seen(self, tensors: list[Tensor]) -> KernelWork:
-        """Return the work of a call with tensors of these shapes that has run before."""
-        return _seen[self, _shapes(tensors)]
-
 
 _calls: list[_Call] = []
+"""Calls by the number that stands for them in operations, which take no functions."""
 _numbers: dict[_Call, int] = {}
-_seen: dict[tuple[_Call, tuple[Any, ...]], KernelWork] = {}
+_work: dict[tuple[_Call, tuple[Any, ...]], KernelWork] = {}
+"""Work of each call that has run, by the shapes of its tensors."""
 
 
 def _shapes(tensors: list[Tensor]) -> tuple[Any, ...]:
@@ -147,7 +144,7 @@ def _shapes(tensors: list[Tensor]) -> tuple[Any, ...]:
 
 def kernel_work(tensors: list[Tensor], number: int) -> KernelWork:
     """Return the work of a ``steelyard::kernel`` that has run with these arguments."""
-    return _calls[number].seen(tensors)
+    return _work[_calls[number], _shapes(tensors)]
 
 
 class _Products(TorchDispatchMode):

@@ -180,10 +180,16 @@ def cached_trace(
     tracing fails on a split from a plan file.
     """
     if precision == "fp16":  # as wide as bf16, and only widths are counted
-        options: dict[str, Any] = {"with_products": with_products, "fp32_adapters": fp32_adapters}
-        options["hub_kernels"] = hub_kernels
         same = cached_trace(
-            chain, seq_len=seq_len, precision="bf16", degrees=degrees, folder=folder, own=own, **options
+            chain,
+            seq_len=seq_len,
+            precision="bf16",
+            degrees=degrees,
+            folder=folder,
+            own=own,
+            with_products=with_products,
+            fp32_adapters=fp32_adapters,
+            hub_kernels=hub_kernels,
         )
         return same.model_copy(update={"identity": same.identity.model_copy(update={"precision": precision})})
     path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees, fp32_adapters, hub_kernels)}.json"

@@ -238,16 +238,14 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 def _effect_of_hub_kernel(packet: Any, args: tuple[Any, ...], moved: int) -> OpCounts:
     """Return the counts of a call that reads and writes ``moved`` bytes; none if it has no reference code."""
     factor, work = _HUB_KERNELS[packet], kernel_work(args[0], args[-1])
+    if not any(work.are_tensors):
+        return _NOTHING
     flop = factor * work.flop
-    return (
-        OpCounts(
-            num_kernels=1,
-            matmul_flop=flop,
-            fp32_flop=flop if args[0][0].dtype is torch.float32 else 0,
-            memory_bytes=max(moved, factor * work.product_bytes),
-        )
-        if any(work.are_tensors)
-        else _NOTHING
+    return OpCounts(
+        num_kernels=1,
+        matmul_flop=flop,
+        fp32_flop=flop if args[0][0].dtype is torch.float32 else 0,
+        memory_bytes=max(moved, factor * work.product_bytes),
     )
 
 

@@ -97,6 +97,7 @@ def trace(
     """
     model = build_meta_model(chain) if own is None else own.without_values()
     prepare_model(model, chain)
+    packages = packages_of(model.module if isinstance(model, OwnModel) else model) if hub_kernels else ()
     layers: list[LayerProfile] = []
     seen = Operations()
     with _collector_paused():
@@ -134,9 +135,7 @@ def trace(
             num_devices=1,
             torch=torch.__version__,
             transformers=transformers.__version__,
-            packages=packages_of(model.module if isinstance(model, OwnModel) else model) or None
-            if hub_kernels
-            else None,
+            packages=packages or None,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         ),
         layers=tuple(layers),
