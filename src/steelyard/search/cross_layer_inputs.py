@@ -169,7 +169,8 @@ def conditioned(tables: CostTables, condition: Condition) -> CostTables:
     last_roles = {role: (tables.last_types[role[0]], *role[1:]) for role in roles} if tables.last_types else {}
     layer_types = list(dict.fromkeys([*roles, *last_roles.values()]))
     base = [layer_type for layer_type, _, _ in layer_types]
-    chosen = tables.select(base, layers=[layer_types.index(role) for role in roles])
+    chain = replace(tables, cross_layer_inputs=())
+    chosen = chain.select(base, layers=[layer_types.index(role) for role in roles])
     last_types = tuple(layer_types.index(last_roles.get(role, role)) for role in layer_types) if last_roles else ()
     legal, time_s = chosen.legal, chosen.time_s
     for row, (_, source, sides) in enumerate(layer_types):
@@ -178,7 +179,7 @@ def conditioned(tables: CostTables, condition: Condition) -> CostTables:
         for side in (tables.cross_layer_inputs[index] for index in sides):
             allowed = side.seconds[condition[side.source]]
             time_s[row] += allowed.min(axis=0) if len(allowed) else 0.0
-    return replace(chosen, last_types=last_types, cross_layer_inputs=())
+    return replace(chosen, last_types=last_types)
 
 
 def _search_conditions(prospect: CrossLayerProspect, cutoff_s: float, deadline: float | None) -> ConfigResult:
@@ -231,7 +232,9 @@ def _outcome(best: Solution, lower_s: float, cutoff_s: float, was_cut: bool) -> 
 def _split(tables: CostTables, condition: Condition, plan: Solution, limit_s: float) -> list[Condition] | None:
     """Split the condition in two if the plan pays more for a cross-layer input than its minimum; else return None.
 
-    Classes of the source without a plan faster than ``limit_s`` in unlimited memory are left out.
+    Sources for which the plan's readers pay nearer to the minimum are told from those for which they pay nearer to what
+    the plan pays, so that readers pay it in all plans of one half. Classes of the source without a plan faster than
+    ``limit_s`` in unlimited memory are left out.
     """
     for side in tables.cross_layer_inputs:
         own, allowed = plan.strategies[side.source], condition[side.source]
@@ -241,9 +244,14 @@ def _split(tables: CostTables, condition: Condition, plan: Solution, limit_s: fl
             classes = [each for each in shared if len(each)]
             bounds_s = [quick_bound_s(conditioned(tables, {**condition, side.source: each})) for each in classes]
             hopeful = [each for each, bound_s in zip(classes, bounds_s, strict=True) if bound_s < limit_s]
-            same = [each for each in hopeful if own in each]
-            rest = [each for each in hopeful if own not in each]
-            return [{**condition, side.source: np.sort(np.concatenate(each))} for each in (same, rest) if each]
+            paid_s = [float(side.seconds[each[0], columns].sum()) for each in hopeful]
+            own_s = float(side.seconds[own, columns].sum())
+            least_s = min(paid_s, default=own_s)
+            near, rest = [], []
+            for each, each_s in zip(hopeful, paid_s, strict=True):
+                is_near = each_s <= (least_s + own_s) / 2 if least_s < own_s else own in each
+                (near if is_near else rest).append(each)
+            return [{**condition, side.source: np.sort(np.concatenate(each))} for each in (near, rest) if each]
     return None
 
 
