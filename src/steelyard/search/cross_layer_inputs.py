@@ -247,11 +247,11 @@ def _split(tables: CostTables, condition: Condition, plan: Solution, limit_s: fl
             paid_s = [float(side.seconds[each[0], columns].sum()) for each in hopeful]
             own_s = float(side.seconds[own, columns].sum())
             least_s = min(paid_s, default=own_s)
-            near, rest = [], []
+            halves: tuple[list[IntArray], list[IntArray]] = [], []
             for each, each_s in zip(hopeful, paid_s, strict=True):
                 is_near = each_s <= (least_s + own_s) / 2 if least_s < own_s else own in each
-                (near if is_near else rest).append(each)
-            return [{**condition, side.source: np.sort(np.concatenate(each))} for each in (near, rest) if each]
+                halves[not is_near].append(each)
+            return [{**condition, side.source: np.sort(np.concatenate(each))} for each in halves if each]
     return None
 
 
