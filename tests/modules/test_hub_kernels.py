@@ -8,7 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from steelyard.cost.compute import work_s
 from steelyard.cost.job import DeviceGroup, Job
 from steelyard.cost.predict import predict, predict_memory
+from steelyard.errors import UserError
 from steelyard.hardware import parse_cluster
+from steelyard.levers import Levers
 from steelyard.model.read import chain_from_config
 from steelyard.modules.hub_kernels import as_kernels
 from steelyard.planning.price import warnings_of
@@ -117,3 +119,10 @@ def test_the_packages_of_kernels_are_named_in_traces_for_gpus_and_in_warnings() 
     candidate = plan(on_gpus, ", ".join(["fsdp2"] * 4), num_microbatches=2)
     said = [warnings_of(each, candidate, predict(candidate, each).stages) for each in (on_gpus, on_cpus)]
     assert [any("causal_conv1d, flash-linear-attention" in line for line in lines) for lines in said] == [True, False]
+
+
+def test_compiled_blocks_are_refused_on_gpus_alone() -> None:
+    chain = chain_from_config(split_config("qwen3_next"), name="test")
+    compiled = Levers.of({"compile": "blocks"}).change(chain)
+    with pytest.raises(UserError, match=r"(?s)--compile.*causal_conv1d, flash-linear-attention"):
+        cached_trace(compiled, seq_len=64, precision="bf16", degrees=(1,), hub_kernels=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 
-from steelyard.errors import InvalidModelError
+from steelyard.errors import InvalidModelError, UserError
 from steelyard.model.chain import LayerType, ModelChain
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.modules.build import build_meta_model, prepare_model
@@ -94,10 +94,19 @@ def trace(
 
     ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` and ``hub_kernels`` are as in
     `TracedLayer`. A degree that does not divide a layer type's sizes is left out for that layer type.
+
+    Raises `UserError` for compiled blocks whose kernels are those of packages, which a block of one function excludes.
     """
     model = build_meta_model(chain) if own is None else own.without_values()
     prepare_model(model, chain)
     packages = packages_of(model.module if isinstance(model, OwnModel) else model) if hub_kernels else ()
+    if packages and any(change.name == "compile" for change in chain.changes):
+        raise UserError(
+            field="--compile",
+            found=f"blocks of {chain.name}, which call kernels of {', '.join(packages)}",
+            expected="blocks that torch.compile traces as a whole; it does not trace these kernels",
+            hint="plan without --compile",
+        )
     layers: list[LayerProfile] = []
     seen = Operations()
     with _collector_paused():
