@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from steelyard.engines import engine_of
 from steelyard.engines.config_entries import DEFAULTS, NO_EFFECT, completed
 from steelyard.engines.megatron import model_flags
 from steelyard.engines.torchtitan import changes_of, flavor_of
@@ -20,6 +21,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.read import load_model
 from steelyard.model.split import ModelSplit
 from tests.engines.examples import text_of, uniform
+from tests.engines.known import known_names
 
 MODELS = {
     "llama": "llama3.1-8b",
@@ -144,6 +146,36 @@ def test_every_entry_of_a_config_changes_the_export_or_is_refused(target: str, m
         except UserError:
             continue
         assert after != before, f"{entry} is lost"
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "gpt_oss"])
+def test_every_entry_is_read_by_the_bridge_set_by_the_recipe_or_refused(model_type: str) -> None:
+    """Entries that follow from others are left out: keys of DeepSeek-V3, and what only a switch makes effective."""
+    known = known_names("megatron-bridge-0.3.1-entries.txt")
+    without_effect = set().union(*NO_EFFECT.values()) | NEVER_TRAINED | {"use_sliding_window", "qk_head_dim"}
+    chain = load_model(MODELS[model_type]) if model_type in MODELS else bridged_chain(model_type)
+    refuse = engine_of("megatron-bridge").refuse
+    refuse(chain, 4096)
+    is_set, refused = {"gpt_oss": {"sliding_window"}}.get(model_type, set()), 0
+    for entry in sorted(set(AutoConfig.for_model(model_type).to_dict()) - without_effect):
+        value = OTHER_VALUES.get(entry, 1024)
+        value = not value if completed(chain, 4096).get(entry) == value else value
+        try:
+            refuse(replace(chain, config={**chain.config, entry: value}), 4096)
+        except UserError:
+            refused += 1
+        else:
+            assert entry in known | is_set or f"{model_type}.{entry}" in known, f"{entry} is lost"
+    assert refused >= 4
+
+
+def bridged_chain(model_type: str) -> ModelChain:
+    """A chain whose config is of a type that only Megatron-Bridge builds; its layers are of another."""
+    chain = load_model("gpt-oss-20b")
+    if model_type == "gpt_oss":
+        return chain
+    config = {key: value for key, value in AutoConfig.for_model(model_type).to_dict().items() if value is not None}
+    return replace(chain, config=config, family=replace(chain.family, model_type=model_type))
 
 
 def test_megatron_gets_the_scaling_of_llama_3_1() -> None:

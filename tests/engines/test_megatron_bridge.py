@@ -4,6 +4,7 @@ The stand-ins keep what they are given; the package itself needs Transformer Eng
 """
 
 import ast
+import re
 import sys
 import types
 from functools import partial
@@ -174,6 +175,30 @@ def test_a_window_and_biases_are_set_whatever_the_bridge_reads(recipe_of: Any) -
     assert (model.window_size, model.add_bias_linear) == ((1023, 0), False)
     both = dict(load_model("llama3.1-8b").config) | {"attention_bias": True, "mlp_bias": True}
     assert recipe_of(plan.model_copy(update={"model": PlanModel(name="x", config=both)})).model.add_bias_linear
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("deepseek-v3", {"moe_router_bias_update_rate": 0.0, "mtp_num_layers": None, "q_lora_rank": 1536}),
+        ("gpt-oss-20b", {"window_size": (127, 0)}),
+    ],
+)
+def test_models_that_only_their_bridges_build_are_those_of_transformers(
+    recipe_of: Any, model: str, expected: dict[str, Any]
+) -> None:
+    engine = ENGINES["megatron-bridge"]
+    request = make_request(model, "8x8xh100-80gb", global_batch=64, seq_len=4096, engine=engine.name)
+    plan, _ = price_settings(request, engine, "bf16", Settings(ep=8))
+    text = text_of(plan, "megatron-bridge", ".py")
+    used = re.findall(r"^    (model\.\w+) = ", text, re.MULTILINE)
+    assert {*used} <= known_names("megatron-bridge-0.3.1.txt")
+    made = recipe_of(plan).model
+    always = {"moe_router_load_balancing_type": "none", "make_vocab_size_divisible_by": 1}
+    assert {name: getattr(made, name) for name in always | expected} == always | expected
+    assert made.config.architectures == [load_model(model).config["architectures"][0]]
+    assert made.config.num_hidden_layers == load_model(model).num_layers - 2
 
 
 def test_names_are_those_of_its_files() -> None:

@@ -71,6 +71,16 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {
         **{**_DENSE, "attention_bias": False, "rope_interleave": True, "norm_topk_prob": True},
         **{"head_dim": 64, "qk_head_dim": 192, ROUTER_LOSS: False, "num_nextn_predict_layers": 0},
+        **{"n_group": 8, "num_experts_per_tok": 8, "q_lora_rank": 1536},
+    },
+    "glm4_moe": {
+        **{**_DENSE, "attention_bias": False, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, ROUTER_LOSS: False},
+        **{"n_group": 1, "n_shared_experts": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5},
+    },
+    "gpt_oss": {
+        **{**_DENSE, "attention_bias": True, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 64},
+        **{"rope_theta": 150000.0, "sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        **{ROUTER_LOSS: False, "router_aux_loss_coef": 0.001},
     },
 }
 """Defaults of transformers by model type; sizes that every config has are not listed."""
@@ -93,10 +103,9 @@ def completed(chain: ModelChain, seq_len: int) -> dict[str, Any]:
     aliases = _ALIASES.get(model_type, {})
     given = {aliases.get(key, key): value for key, value in chain.config.items()}
     rope = {**(given.pop("rope_parameters", None) or {}), **(given.pop(ROPE, None) or {})}
-    if "rope_theta" in rope:
-        given["rope_theta"] = rope.pop("rope_theta")
-    if rope.get("partial_rotary_factor") == 1:
-        del rope["partial_rotary_factor"]
+    given |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    if given.get("partial_rotary_factor") == 1:
+        del given["partial_rotary_factor"]
     rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
     found = {**DEFAULTS.get(model_type, {}), **given}
     if rope != {"rope_type": "default"}:

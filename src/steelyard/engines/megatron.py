@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -236,14 +236,18 @@ def remat_flags(view: UniformPlan, chain: ModelChain) -> Flags:
     return ["--recompute-granularity full", f"--recompute-method {method}", f"--recompute-num-layers {count}"]
 
 
-def model_flags(chain: ModelChain, seq_len: int) -> Flags:
-    """Return the flags of a model for ``seq_len`` tokens. Raises `UserError` if Megatron cannot build the model."""
+def model_flags(chain: ModelChain, seq_len: int, *, target: str = "megatron", others: Iterable[str] = ()) -> Flags:
+    """Return the flags of a model for ``seq_len`` tokens.
+
+    Raises `UserError` if Megatron cannot build the model. ``others`` are model types that ``target`` builds without
+    these flags.
+    """
     family = _FAMILIES.get(chain.family.model_type)
     if family is None:
         raise UserError(
             field="--to",
-            found=f"megatron for {chain.name} ({chain.family.model_type})",
-            expected="a model of " + ", ".join(sorted(_FAMILIES)),
+            found=f"{target} for {chain.name} ({chain.family.model_type})",
+            expected="a model of " + ", ".join(sorted((*_FAMILIES, *others))),
             hint=other_export(chain),
         )
     known, special = family

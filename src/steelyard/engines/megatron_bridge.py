@@ -7,6 +7,9 @@ Names are those of the package megatron-bridge 0.3.1 and of NVIDIA-NeMo/Megatron
 The bridge reads the config entries that `steelyard.engines.megatron` carries as flags, but not every version reads all
 of them: biases of every linear layer, windows, interpolated rotary embeddings, and the scoring and balancing of a
 router. The recipe sets these afterwards, by the same flags, and refuses the models that Megatron-LM's script refuses.
+Models for which that script has no flags here come from the bridges of 0.3.1 in ``models/deepseek``, ``models/glm`` and
+``models/gpt_oss``: entries that these read are carried, others must have the values that they assume, and the recipe
+sets what transformers does otherwise (`_BRIDGED`).
 
 Adapters are those of ``peft/canonical_lora.py``, one for each of the matrices that Megatron-Core fuses into one
 (``linear_qkv``, ``linear_fc1``), as in peft; ``peft/lora.py`` has one for all of these, which is another model.
@@ -14,19 +17,20 @@ Adapters are those of ``peft/canonical_lora.py``, one for each of the matrices t
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from steelyard.engines import megatron
-from steelyard.engines.config_entries import hub_config
+from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, hub_config, refuse_entries
 from steelyard.engines.engine import Entries, FileSettings, Reader, Taken, literal, options_in
 from steelyard.engines.execution import StateBytes
 from steelyard.engines.peft import refuse_kind, whole_if_so
-from steelyard.engines.writing import Draft, Request, Target, UniformPlan
+from steelyard.engines.writing import Draft, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.levers.train import ALL_LINEAR, Train
 from steelyard.model.chain import ModelChain
+from steelyard.model.family import ROUTER_LOSS
 from steelyard.precision import Precision
 
 _OF_GRADIENTS = frozenset({"use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce"})
@@ -113,10 +117,7 @@ def _write(request: Request) -> Draft:
         model["recompute_modules"] = model["recompute_modules"].split()
     if view.pipeline.num_chunks > 1:
         model["virtual_pipeline_model_parallel_size"] = view.pipeline.num_chunks
-    flags = megatron.model_flags(chain, view.seq_len)
-    of_model = megatron.attributes([flag for flag in flags if flag.startswith(_SET_AFTERWARDS)])
-    model |= {_RENAMED.get(key, key): value for key, value in of_model.items()}
-    model |= {"add_bias_linear": "--disable-bias-linear" not in flags, "seq_length": view.seq_len}
+    model |= _set_afterwards(chain, view.seq_len) | {"seq_length": view.seq_len}
     is_deep = view.has_experts and not {"alltoall", "allgather"} & set(options)
     return Draft(
         files=(("bridge_recipe.py", _recipe(view, chain, model, gradients, train, sends_deep=is_deep)),),
@@ -127,6 +128,100 @@ def _write(request: Request) -> Draft:
         launch=f"{request.torchrun} bridge_recipe.py",
         usage=("the data is synthetic until dataset.blend is set",),
     )
+
+
+def _set_afterwards(chain: ModelChain, seq_len: int) -> dict[str, Any]:
+    """Return what the recipe sets of a model regardless of the bridge's reading of the config.
+
+    Raises `UserError` if Megatron-Bridge would train another model.
+    """
+    model_type = chain.family.model_type
+    if model_type in _BRIDGED:
+        config = completed(chain, seq_len)
+        known, settings = _BRIDGED[model_type](config)
+        refuse_entries("megatron-bridge", chain, config, {**_ROUTED, **known})
+        return settings | {"make_vocab_size_divisible_by": 1, "moe_router_load_balancing_type": "none"}
+    flags = megatron.model_flags(chain, seq_len, target="megatron-bridge", others=_BRIDGED)
+    found = megatron.attributes([flag for flag in flags if flag.startswith(_SET_AFTERWARDS)])
+    biases = {"add_bias_linear": "--disable-bias-linear" not in flags}
+    return {_RENAMED.get(key, key): value for key, value in found.items()} | biases
+
+
+def _refuse(chain: ModelChain, seq_len: int) -> None:
+    refuse_untold("megatron-bridge", chain)
+    _set_afterwards(chain, seq_len)
+
+
+_ROUTED: Known = {
+    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"), ANY),
+    **dict.fromkeys(("head_dim", "intermediate_size", "vocab_size", "rms_norm_eps", "rope_theta"), ANY),
+    **dict.fromkeys(("attention_dropout", "num_experts_per_tok", "router_aux_loss_coef"), ANY),
+    **{"hidden_act": ("silu", "swish"), "tie_word_embeddings": (False,), ROUTER_LOSS: (False,)},
+}
+"""Entries of every model with routed experts that its bridge carries, or that it has one value of."""
+_SIGMOID: Known = {
+    **dict.fromkeys(("moe_intermediate_size", "n_routed_experts", "n_group", "topk_group"), ANY),
+    **dict.fromkeys(("routed_scaling_factor", "first_k_dense_replace", "num_nextn_predict_layers"), ANY),
+    **dict.fromkeys(("aux_loss_alpha", "seq_aux", "ep_size"), ANY),
+    **{"norm_topk_prob": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+}
+"""Entries of models whose router scores by a sigmoid. Those of published files that transformers does not read have the
+values that it assumes, or none that is trained."""
+_FIXED_ROUTER: Mapping[str, Any] = {"moe_router_bias_update_rate": 0.0, "mtp_num_layers": None}
+"""Settings of a router whose biases stay, and no layers for further tokens, as in transformers."""
+
+
+def _deepseek_v3(config: Mapping[str, Any]) -> tuple[Known, dict[str, Any]]:
+    """Return the known entries and the settings of DeepSeek-V3, whose groups of experts score by their best two."""
+    rope = config.get(ROPE)
+    is_yarn = rope is not None and rope["rope_type"] == "yarn" and rope.keys() <= _YARN and rope.get("truncate", True)
+    known: Known = {
+        **_SIGMOID,
+        **dict.fromkeys(("n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"), ANY),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_head_dim", "v_head_dim"), ANY),
+        "attention_bias": (False,),
+        "rope_interleave": (True,),
+        "topk_group": ANY if config["n_group"] == 1 else (config["num_experts_per_tok"] // 2,),
+        ROPE: (rope,) if is_yarn else (None,),
+    }
+    return known, {**_FIXED_ROUTER, "q_lora_rank": config["q_lora_rank"]}
+
+
+def _glm4_moe(config: Mapping[str, Any]) -> tuple[Known, dict[str, Any]]:
+    known = dict.fromkeys(("attention_bias", "partial_rotary_factor", "use_qk_norm"), ANY)
+    return {**_SIGMOID, **known, "n_shared_experts": (1,), "n_group": (1,)}, dict(_FIXED_ROUTER)
+
+
+def _gpt_oss(config: Mapping[str, Any]) -> tuple[Known, dict[str, Any]]:
+    """Return the known entries and the settings of gpt-oss, whose window here has one token less than its bridge's."""
+    window = config[WINDOW]
+    known: Known = {
+        **dict.fromkeys(("num_local_experts", "initial_context_length"), ANY),
+        "experts_per_token": (config.get("num_experts_per_tok"),),
+        "attention_bias": (True,),
+        "swiglu_alpha": (1.702,),
+        "swiglu_limit": (7.0,),
+        WINDOW: ANY,
+        "layer_types": ([*("sliding_attention", "full_attention") * (config["num_hidden_layers"] // 2)],),
+        ROPE: (None, _GPT_OSS_ROPE),
+    }
+    return known, {} if window is None else {"window_size": (window - 1, 0)}
+
+
+_YARN = {
+    *("rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
+    *("mscale", "mscale_all_dim"),
+}
+_GPT_OSS_ROPE = {
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    "original_max_position_embeddings": 4096,
+}
+_BRIDGED: Mapping[str, Callable[[Mapping[str, Any]], tuple[Known, dict[str, Any]]]] = {
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
+}
+"""Function that returns the entries that a bridge has and the settings that its recipe makes, by model type."""
 
 
 def _recipe(
@@ -285,6 +380,7 @@ MEGATRON_BRIDGE = replace(
         kernels=replace(megatron.KERNELS, expert_copies=0),
         dispatcher="deep",
     ),
+    refuse=_refuse,
     levers={"train": Taken(refuse=_refuse_part)},
     reader=Reader(suffixes=(".py",), values=_values, read=_read, mark=_MARK),
     targets=(
