@@ -19,7 +19,7 @@ from steelyard.engines.writing import (
     Request,
     Target,
     UniformPlan,
-    refuse_untold,
+    refuse_as_transformers,
 )
 from steelyard.levers.optimizer import Optimizer
 from steelyard.plan.strategy import Remat
@@ -126,7 +126,7 @@ ACCELERATE = Engine(
     capabilities=CAPABILITIES,
     execution=Execution(whole_gradients="always"),
     precisions=("bf16", "fp16", "fp32"),
-    refuse=lambda chain, seq_len: refuse_untold("accelerate", chain),
+    refuse=lambda chain, seq_len: refuse_as_transformers("accelerate", chain),
     levers={**peft.LEVERS, "offload": peft.OFFLOAD},
     targets=(
         Target(

@@ -20,7 +20,7 @@ from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.engine import Engine, Entries, FileSettings, Reader, Settings
 from steelyard.engines.execution import Execution
-from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_untold
+from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_as_transformers
 from steelyard.files import parse_json
 from steelyard.levers.optimizer import Optimizer
 from steelyard.model.chain import ModelChain
@@ -158,7 +158,7 @@ DEEPSPEED = Engine(
     capabilities=CAPABILITIES,
     execution=Execution(reduce_bytes=2, keeps_parameters=True),
     precisions=("bf16", "fp16", "fp32"),
-    refuse=lambda chain, seq_len: refuse_untold("deepspeed", chain),
+    refuse=lambda chain, seq_len: refuse_as_transformers("deepspeed", chain),
     levers={
         "train": peft.LEVERS["train"],
         "offload": peft.OFFLOAD,

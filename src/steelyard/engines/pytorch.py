@@ -197,7 +197,7 @@ def _chain(chain: ModelChain, seq_len: int) -> dict[str, Any]:
         "image": chain.image,
         "encoded": split.encoder.encoded if split.encoder else None,
         "decoder_start": chain.config.get("decoder_start_token_id"),
-        "fused_attention": chain.family.fused_attention,
+        "attention": "sinks" if chain.family.fuses_sinks else "sdpa" if chain.family.fused_attention else "eager",
         "shared": [[list(copy) for copy in shared.copies] for shared in chain.shared],
         "kinds": {
             layer_type.name: {

@@ -12,7 +12,7 @@ from steelyard.engines.accelerate import GATHERED_TAIL, kept_gathered
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution
-from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_untold
+from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_as_transformers
 from steelyard.errors import UserError
 from steelyard.levers import Levers
 from steelyard.plan.dimensions.ep import DEGREE
@@ -129,7 +129,7 @@ TRANSFORMERS = Engine(
     capabilities=CAPABILITIES,
     execution=Execution(whole_gradients="without tp"),
     precisions=("bf16", "fp16", "fp32"),
-    refuse=lambda chain, seq_len: refuse_untold("transformers", chain),
+    refuse=lambda chain, seq_len: refuse_as_transformers("transformers", chain),
     levers={**peft.LEVERS, "offload": peft.OFFLOAD},
     targets=(
         Target(

@@ -311,6 +311,18 @@ def refuse_untold(name: str, chain: ModelChain) -> None:
         )
 
 
+def refuse_as_transformers(name: str, chain: ModelChain) -> None:
+    """Raise `UserError` as `refuse_untold`, and for attention that only our runtime fuses."""
+    refuse_untold(name, chain)
+    if chain.family.fuses_sinks:
+        raise UserError(
+            field="--to",
+            found=f"{name} for {chain.name}, whose attention has sinks",
+            expected="eager attention, as transformers trains these",
+            hint='train it with steelyard train, or give a config.json with "attn_implementation": "eager"',
+        )
+
+
 def _vocabulary(target: Target, plan: Plan) -> tuple[str, ...]:
     """Return a line on the padded size of the vocabulary, for a model that has one."""
     chain = plan.chain()

@@ -238,6 +238,11 @@ class Layout:
 _MATRIX_DIMS = 2
 
 
+SINKS = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
+"""Model types whose attention has sinks, which fused kernels of PyTorch and of transformers do not train. transformers
+runs them eagerly; our runtime, in a fused kernel (`steelyard.modules.attention_sinks`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Modules of the layers of a model, for the runtime; the chain itself is its `Layout`."""
@@ -253,6 +258,11 @@ class Family:
     """Whether the rotary embedding differs between attention types."""
     fused_attention: bool = True
     """Whether attention runs in one fused kernel; if not, masks and scores of sequence length squared are in memory."""
+
+    @property
+    def fuses_sinks(self) -> bool:
+        """Whether the fused kernel of attention is our own, because attention has sinks."""
+        return self.fused_attention and self.model_type in SINKS
 
     def styles(self, layer_type: LayerType) -> Mapping[str, str]:
         """Return the entry of a layer type in `tp`."""

@@ -83,7 +83,7 @@ def wrong_split(field: str, found: str, expected: str) -> InvalidModelError:
 TEXT_PART = "text_config"
 """Key of the text part in the config of a model of several parts."""
 
-SPLIT_VERSION = 9
+SPLIT_VERSION = 10
 """Version of the splitting algorithm. Bump when the algorithm changes."""
 
 Count = Annotated[int, Field(ge=1, lt=2**53)]

@@ -22,6 +22,8 @@ With gather a rank attends with two pieces of the sequence, each to its own caus
 query and of key-value heads must be multiples of the degree. Neither drops entries. With a sliding window gather builds
 what each piece sees and reads no mask; ulysses reads the mask of the whole sequence.
 
+Attention with sinks is that of `steelyard.modules.attention_sinks`, and cannot be divided.
+
 Values narrower than keys (latent attention) are padded with zeros to their width, and the output is cut: fused kernels
 then take them everywhere. That is a part (D − Dv) / 2D more work in attention, of 192 and 128 a sixth.
 
@@ -47,6 +49,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
+from steelyard.modules.attention_sinks import attend_with_sinks
 from steelyard.modules.causal_kernels import Attended, Scores, attend, attend_backward
 from steelyard.modules.remat import kept_whole
 
@@ -133,11 +136,13 @@ def run_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention [B, s, h, Dv] of [B, h or g, s, D], in the signature of transformers' attention functions.
 
-    Raises `InvalidModelError` if attention has dropout, and `InvalidPlanError` if the heads cannot be divided.
+    ``s_aux`` are the sinks of the heads, if they have any. Under cp, raises `InvalidModelError` if attention has
+    dropout or sinks, and `InvalidPlanError` if the heads cannot be divided.
     """
     division: ContextDivision | None = getattr(module, DIVISION, None)
     width, missing = value.size(-1), key.size(-1) - value.size(-1)
@@ -156,7 +161,16 @@ def run_attention(
             expected=f"a window of {division.window} tokens, as in its layer type",
             hint="plan without cp",
         )
-    if division is not None and division.method is ContextMethod.GATHER:
+    if division is not None and s_aux is not None:
+        raise InvalidModelError(
+            field="cp",
+            found="attention with sinks in a layer under cp",
+            expected="attention without sinks",
+            hint="plan without cp",
+        )
+    if s_aux is not None:
+        output = attend_with_sinks(module, query, key, value, attention_mask, s_aux, dropout, scaling, **options)
+    elif division is not None and division.method is ContextMethod.GATHER:
         scores = Scores(scale=scaling, window=division.window)
         output = _GatheredAttention.apply(query, key, value, division.mesh, scores)
     else:

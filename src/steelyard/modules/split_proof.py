@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError, first_line
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import KV_HEADS, NO_CP, LayerRole, Task
+from steelyard.model.family import KV_HEADS, NO_CP, SINKS, LayerRole, Task
 from steelyard.model.read import chain_from_config, config_hash
 from steelyard.model.small import small_config, structure_of, widths_of, with_entries, without_dropout
 from steelyard.model.split import ModelSplit, SplitLayerType
@@ -107,6 +107,7 @@ def no_cp(split: ModelSplit, layer_type: SplitLayerType, *, attention_drops: boo
         return f"{NO_CP}, and its blocks are of {', '.join(sorted(found))}"
     reasons = {
         "its attention runs step by step, with a mask of the whole sequence": not split.fused_attention,
+        "its attention has sinks": split.model_type in SINKS,
         LENGTH_NO_SP: any(layer_type.tokens != (1, 0) for layer_type in split.kinds),
         STREAM_NO_SP: split.streams,
         "attention drops entries at random, which ranks with parts of a sequence cannot do alike": attention_drops,

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
-from steelyard.model.family import LayerRole, Task
+from steelyard.model.family import SINKS, LayerRole, Task
 from steelyard.model.split import (
     TEXT_PART,
     BlockCall,
@@ -225,7 +225,8 @@ def task_of(config: PreTrainedConfig) -> Task:
 def has_fused_attention(config: PreTrainedConfig, task: Task) -> bool:
     """Return whether attention may run in one kernel through transformers' registry; some models use it unannounced."""
     model = _classes(config, task)[0]
-    return bool(model._supports_sdpa and (model._supports_attention_backend or model._can_set_attn_implementation()))
+    is_fused = model._supports_sdpa or config.model_type in SINKS
+    return bool(is_fused and (model._supports_attention_backend or model._can_set_attn_implementation()))
 
 
 def text_of(config: PreTrainedConfig) -> PreTrainedConfig | None:

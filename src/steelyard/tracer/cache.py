@@ -256,6 +256,7 @@ def _key(
         "attention": ATTENTION,
     }
     entries |= {"kernels": "hub"} if hub_kernels else {}
+    entries |= {"sinks": "fused"} if chain.family.fuses_sinks else {}
     for name, part in (("split", chain.split), ("frozen", chain.freeze)):
         entries |= {name: part.model_dump_json()} if part else {}
     if chain.changes:

@@ -45,8 +45,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as tensor_parallel
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -54,6 +57,8 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     PreTrainedModel,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 MODELS = {
     "causal-lm": AutoModelForCausalLM,
@@ -501,10 +506,44 @@ class Part(nn.Module):
                 layer.set_reshard_after_backward(is_last)
 
 
+def attend_with_sinks(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    s_aux: Tensor | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """Attend with sinks (``s_aux``), if there are any, as one more key whose value is zero, in a fused kernel.
+
+    Eight more entries of each head make the product of a query with that key its sink. Without a mask there is one more
+    query too, so that causal attention stays square.
+    """
+    size, width, front = query.size(-1), value.size(-1), int(attention_mask is None and s_aux is not None)
+    if s_aux is not None:
+        scaling = size**-0.5 if scaling is None else scaling
+        query = pad(query, (0, 8, front, 0))
+        query[..., size] = (s_aux / scaling).unsqueeze(1)
+        key = pad(key, (0, 8, 1, 0))
+        key[:, :, 0, size] = 1
+        value = pad(value, (0, 8, 1, 0))
+        if attention_mask is not None:
+            attention_mask = pad(attention_mask, (1, 0), value=1.0)
+    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+    return output[:, front:, :, :width], None
+
+
+AttentionInterface.register("sinks", attend_with_sinks)
+AttentionMaskInterface.register("sinks", sdpa_mask)
+
+
 def build_parts(plan: Plan, meshes: dict[tuple, DeviceMesh], device: torch.device, seed: int) -> dict[int, Part]:
     """Build the parts of this rank by place in the pipeline; a layer is sharded before the next allocates memory."""
     config = AutoConfig.for_model(**plan.model["config"])
-    attention = "sdpa" if plan.chain["fused_attention"] else "eager"
+    attention = plan.chain["attention"]
     with torch.device("meta"):
         model = MODELS[plan.chain["task"]].from_config(config, dtype=torch.float32, attn_implementation=attention)
     model.train()
