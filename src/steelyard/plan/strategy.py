@@ -333,12 +333,12 @@ class Strategy:
         return _is_aligned(self)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=1 << 18)
 def _strategy(levels: Levels, remat: Remat, chosen: tuple[tuple[str, Value], ...]) -> Strategy:
     return Strategy(levels=levels, remat=remat, modes=chosen)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=1 << 18)
 def _is_aligned(strategy: Strategy) -> bool:
     try:
         _ = strategy.expert_axes  # raises if a level, or the degree of experts, does not cover whole axes
