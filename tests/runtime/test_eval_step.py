@@ -6,7 +6,9 @@ import torch
 import steelyard
 from steelyard.modules.build import build_model
 from steelyard.modules.model_inputs import IGNORED
+from steelyard.modules.own_proof import Built, own_model
 from steelyard.runtime.data.tokens import Samples
+from tests.modules.own_models import CASES, SAMPLES
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 from tests.runtime.processes import one_process
 
@@ -53,3 +55,19 @@ def test_the_loss_is_the_mean_over_the_targets_that_there_are() -> None:
         given = model.eval_step(lambda rows: Samples(inputs=TOKENS[rows, :-1], labels=labels[rows]), num_targets=count)
         assert given.item() == pytest.approx(expected.item(), rel=1e-5)
         assert model.eval_step(lambda rows: TOKENS[rows]).item() != pytest.approx(expected.item(), rel=1e-3)
+
+
+def test_a_module_of_ones_own_is_evaluated_by_the_loss_that_it_trains_on() -> None:
+    case = CASES["nanogpt"]
+    own = own_model(Built(module=case.module(), sample=case.sample)).split
+    sizes = {"num_devices": 1, "num_microbatches": 2, "seq_len": own.seq_len, "global_batch": SAMPLES}
+    plan = make_plan(None, ", ".join(["single"] * len(own.layers)), split=own, **sizes)
+
+    def read(samples: list[int]) -> tuple[torch.Tensor, ...]:
+        return tuple(each[samples] for each in case.sample)
+
+    with one_process():
+        model = steelyard.parallelize(case.module(), plan)
+        evaluated = model.eval_step(read)
+        assert not evaluated.requires_grad
+        assert evaluated.item() == pytest.approx(model.train_step(read).item(), rel=1e-5)

@@ -238,6 +238,10 @@ class _Head:
         self._own, self._loss = own, loss
 
     def __call__(self, layer: Layer, flow: Any, context: Context) -> Tensor:
+        if not torch.is_grad_enabled():  # evaluation also finds the loss by its gradient
+            with torch.enable_grad():
+                given = pytree.tree_map(lambda each: each.detach().requires_grad_(), flow)
+                return self(layer, given, context).detach()
         given = flow if isinstance(flow, tuple) else (flow,)
         batch, last = context.batch[self._own.num_blocks + 1], self._own.num_blocks - 1
         swapped: dict[int, Tensor] = {}
