@@ -146,9 +146,35 @@ def with_unused(_module: Any, h: torch.Tensor) -> torch.Tensor:
     return h
 
 
+class Tied(Stack):
+    """Module whose head reads an attribute of the embedding's matrix."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.stem(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h) + functional.linear(h, self.stem.weight.T)[..., :3]
+
+
+def test_a_matrix_that_the_head_reads_transposed_is_shared() -> None:
+    own = own_model(Built(module=Tied(), sample=SAMPLE, loss=functional.mse_loss)).split
+    assert own.shared == (((0, "model.stem.weight"), (3, "model.stem.weight")),)
+
+
+class Turned(Stack):
+    """Module that transposes the activation between two blocks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.stem(x)
+        for block in self.blocks:
+            h = block(h.mT.mT)
+        return self.head(h)
+
+
 @pytest.mark.parametrize(
     ("module", "words"),
     [
+        (Turned, ("made by mT in the module itself between two blocks", "move the operation into the block")),
         (lambda: Stack(with_branch), ("needs tensor values", "torch.where")),
         (lambda: Stack(with_other_operations), ("in one pass but", "in every pass")),
         (lambda: Stack(with_unused, extra=nn.Linear(2, 2)), ("extra.weight", "does not use")),

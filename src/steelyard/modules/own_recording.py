@@ -150,9 +150,10 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
-        name = getattr(func, "__name__", str(func))
-        if not made or name == "__get__":
+        if not made:
             return result
+        name = getattr(func, "__name__", str(func))
+        name = func.__self__.__name__ if name == "__get__" else name  # an attribute, such as T
         what = f"{name} in {self.place or 'the module itself'}"
         if self._block is None:
             self.seen.operations.append(what)
