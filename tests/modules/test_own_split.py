@@ -1,6 +1,7 @@
 """Tests of the split of users' own modules, and of errors that name the place and the operation."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,28 @@ def test_a_loss_that_is_no_mean_over_samples_is_told_with_both_figures() -> None
     error = error_of(Stack(), SAMPLE, lambda outputs, targets: (outputs - targets).square().sum())
     assert "loss: found" in error
     assert "mean over independently computed samples" in error
+
+
+def test_a_module_is_proved_again_with_another_loss() -> None:
+    own_model(Built(module=Stack(), sample=SAMPLE, loss=functional.l1_loss))
+    assert "loss: found" in error_of(Stack(), SAMPLE, partial(functional.l1_loss, reduction="sum"))
+
+
+def test_operations_of_blocks_and_their_numbers_are_part_of_a_split() -> None:
+    class Louder(NanoBlock):
+        gain = 2
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * type(self).gain)
+
+    def work() -> str:
+        module = nn.Sequential(nn.Linear(8, 32), Louder(), Louder(), nn.Linear(32, 3))
+        return find_own_split(module, SAMPLE, loss=functional.mse_loss, blocks=None).model.split.work
+
+    first = work()
+    assert work() == first
+    Louder.gain = 3
+    assert work() != first
 
 
 def test_a_module_that_returns_no_loss_needs_one() -> None:

@@ -108,6 +108,8 @@ class OwnSplit(SplitLayers):
     """Origin of each tensor that flows into the head: given to a block or made by it, the block, its place there."""
     shared: tuple[tuple[tuple[Place, str], ...], ...] = ()
     """Parameters that layers share, as (layer, path in the layer) of each copy."""
+    work: str = Field("", exclude_if=lambda digest: not digest)
+    """Digest of the operations of the forward pass and the loss; empty in older files."""
     shared_entries: Count = 0
     """Number of entries of the largest shared parameter."""
     no_bf16: str = ""

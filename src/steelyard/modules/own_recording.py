@@ -4,7 +4,7 @@ Every tensor is recorded with its origin, which distinguishes block arguments ma
 block, or between two blocks. A pattern that prevents a split raises an error as soon as it is found.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,10 @@ from steelyard.modules.stubbed_model import call_arguments
 
 Origin = tuple[str, int, int]
 """Origin of an activation: ``given`` and the first block that reads it, or ``made`` and its block; then its place."""
+
+
+_WRITTEN = (bool, int, float, complex, str, bytes, slice, type(None), type(Ellipsis), torch.dtype, torch.device)
+"""Types of arguments whose text is the same in every process."""
 
 
 @dataclass(slots=True)
@@ -58,6 +62,9 @@ class Seen:
     """Uses of each parameter outside blocks: number of blocks that had ended, and the first operation there."""
     head_reads: list[Origin] = field(default_factory=list)
     operations: list[str] = field(default_factory=list)
+    """Operations outside blocks."""
+    work: list[Hashable] = field(default_factory=list)
+    """All operations with their arguments, in which tensors are numbered."""
     called: list[str] = field(default_factory=list)
     keywords: dict[str, str | None] = field(default_factory=dict)
 
@@ -101,6 +108,7 @@ class _Recorder(TorchFunctionMode):
         self.seen = Seen(model=model, blocks=blocks, calls=[Call(((), {})) for _ in blocks])
         self._made: dict[int, Made] = {}
         self._parameters = {id(each): each.requires_grad for each in model.parameters()}
+        self._numbers: dict[int, int] = {}
         self._stack: list[str] = []
         self._block: int | None = None
         self._num_ended = 0
@@ -150,10 +158,11 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
+        name = getattr(func, "__name__", str(func))
+        name = getattr(func.__self__, "__name__", name) if name == "__get__" else name  # an attribute, such as T
+        self.seen.work.append((name, *kwargs, *map(self._written, pytree.tree_leaves((args, kwargs)))))
         if not made:
             return result
-        name = getattr(func, "__name__", str(func))
-        name = func.__self__.__name__ if name == "__get__" else name  # an attribute, such as T
         what = f"{name} in {self.place or 'the module itself'}"
         if self._block is None:
             self.seen.operations.append(what)
@@ -165,6 +174,13 @@ class _Recorder(TorchFunctionMode):
             if known is None or known.version != each._version:
                 self.note(each, what)
         return result
+
+    def _written(self, argument: Any) -> Hashable:
+        """Return an argument of an operation without addresses in memory."""
+        if not isinstance(argument, Tensor):
+            return repr(argument) if isinstance(argument, _WRITTEN) else type(argument).__name__
+        is_kept = id(argument) in self._made or id(argument) in self._parameters
+        return self._numbers.setdefault(id(argument), len(self._numbers)) if is_kept else tuple(argument.shape)
 
     def _read_outside(self, tensor: Tensor, what: str) -> None:
         if id(tensor) in self._parameters:

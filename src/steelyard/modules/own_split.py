@@ -292,6 +292,7 @@ def _split_of(seen: Seen, other: Seen, sample: Any, *, has_loss: bool) -> OwnSpl
         first_read=tuple((block, place) for _, block, place in flows[0]),
         last_made=tuple(("given" if how == "given" else "made", block, place) for how, block, place in flows[-1]),
         shared=shared,
+        work=digest_of(*seen.work),
         shared_entries=max(
             (model.get_parameter(path.partition(".")[2]).numel() for (_, path), *_ in shared), default=0
         ),
