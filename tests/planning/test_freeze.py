@@ -15,13 +15,14 @@ from steelyard.model.freeze import Freeze
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.freezing import check_frozen, find_freeze
+from steelyard.modules.own_proof import Built, own_model
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.request import make_request
 from steelyard.report.plan_table import answer_view
 from tests.cost.examples import CONFIG, measured_profile
 from tests.jobs import make_job
-from tests.modules.own_models import CASES
+from tests.modules.own_models import BLOCKS, CASES, VOCABULARY, WIDTH
 from tests.modules.split_configs import split_config
 from tests.runtime.feature_cases import SPLITS
 
@@ -170,9 +171,21 @@ def test_what_a_module_of_ones_own_has_without_gradients_is_frozen() -> None:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["transformer.wte", "lm_head"])
+def test_a_tied_matrix_of_ones_own_is_frozen_by_either_of_its_names(pattern: str) -> None:
+    case = CASES["nanogpt"]
+    own = own_model(Built(module=case.module(), sample=case.sample))
+    found = find_freeze(own.chain, [pattern], own)
+    assert found is not None
+    paths = ("model.transformer.wte.weight", "model.lm_head.weight")
+    assert all(found.holds(layer, path) for layer in (0, BLOCKS + 1) for path in paths)
+    assert (found.num_params, found.of_params) == (VOCABULARY * WIDTH, own.split.num_params)
+
+
 def test_what_hides_what_flows_is_to_be_frozen_by_name() -> None:
     module = CASES["nanogpt"].module()
     module.transformer.wte.requires_grad_(False)
     module.transformer.wpe.requires_grad_(False)
-    with pytest.raises(InvalidModelError, match="name frozen parameters in freeze="):
+    with pytest.raises(InvalidModelError, match="everywhere, and name them in freeze="):
         _own(module)

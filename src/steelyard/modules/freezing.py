@@ -56,14 +56,15 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
         if not each.parameter.requires_grad or any(_matches(each.path, pattern) for pattern in patterns)
     }
     for shared in chain.shared:
-        if frozen & {*shared.copies}:
+        if _with_other_paths(frozen, named) & {*shared.copies}:
             frozen |= {*shared.copies}
+    frozen = _with_other_paths(frozen, named)
     if not frozen:
         return None
     resting = chain.split.resting
     if all((each.layer, each.local) in frozen or any(_matches(each.path, path) for path in resting) for each in named):
         raise nothing_left(chain.name)
-    again = {copy for shared in chain.shared for copy in shared.copies[1:]}
+    again = _with_other_paths([copy for shared in chain.shared for copy in shared.copies[1:]], named)
     counted = {id(each.parameter): each for each in reversed(named) if (each.layer, each.local) not in again}.values()
     quantized = num_quantized(model) if own is None else 0
     return Freeze(
@@ -72,6 +73,12 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
         of_params=quantized + sum(each.parameter.numel() for each in counted),
         parts=tuple(_parts(named, frozen, chain.num_layers)),
     )
+
+
+def _with_other_paths(found: Collection[tuple[int, str]], named: Sequence[_Named]) -> set[tuple[int, str]]:
+    """Return parameters, given by layer and path in the layer, by all their paths there."""
+    held = {(each.layer, id(each.parameter)) for each in named if (each.layer, each.local) in found}
+    return {(each.layer, each.local) for each in named if (each.layer, id(each.parameter)) in held}
 
 
 def freeze_layer(layer: nn.Module, chain: ModelChain, number: int) -> None:
