@@ -1,12 +1,22 @@
 """Tests that every parameter of every family keeps the name of the unmodified model under any plan."""
 
-import pytest
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import steelyard
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model
+from steelyard.modules.own_proof import Built, own_model
 from steelyard.runtime.state import parameter_names
-from tests.runtime.models import CONFIGS, FAMILY_CONFIGS
+from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
+from tests.runtime.processes import one_process
 
 ALL = FAMILY_CONFIGS | {"llama-tied": CONFIGS["llama-tied"]}
 
@@ -47,3 +57,42 @@ def test_a_tied_head_is_a_copy_of_the_embedding() -> None:
     )
     assert names.copy_of_path["3.lm_head.weight"] == 1
     assert names.num_copies == 2
+
+
+class Forgetful(nn.Module):
+    """Module that does not use the result of one of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.forgotten, self.head = (nn.Linear(8, 8) for _ in range(3))
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        self.forgotten(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.slow
+def test_a_parameter_without_a_gradient_has_a_state_in_a_checkpoint(tmp_path: Path) -> None:
+    sample = torch.randn(4, 8), torch.randn(4, 8)
+    own = own_model(Built(module=Forgetful(), sample=sample, loss=functional.mse_loss)).split
+    sizes: dict[str, Any] = {"num_devices": 1, "num_microbatches": 1, "seq_len": own.seq_len, "global_batch": 4}
+    sizes |= {"levers": {"offload": "parameters"}}  # under FSDP
+    plan = make_plan(None, "single, single, single, single", split=own, **sizes)
+    with one_process():
+        trainer = steelyard.parallelize(Forgetful(), plan, loss=functional.mse_loss)
+        optimizers = trainer.make_optimizers(partial(torch.optim.Adam, lr=0.1))
+        trainer.train_step(lambda samples: (sample[0][samples], sample[1][samples]))
+        for optimizer in optimizers:
+            optimizer.step()
+        steelyard.save_checkpoint(trainer, optimizers, tmp_path / "checkpoint")
+        assert dict(trainer.named_parameters())["0.model.forgotten.weight"].grad is None
+        steelyard.load_checkpoint(trainer, optimizers, tmp_path / "checkpoint")
+        states = {path: optimizers[0].state[each]["step"].item() for path, each in trainer.named_parameters()}
+        assert {path for path, step in states.items() if step == 0} == {
+            "0.model.forgotten.weight",
+            "0.model.forgotten.bias",
+        }

@@ -156,24 +156,28 @@ class RunState:
     def fill_optimizers(self) -> None:
         """Make the optimizers allocate their states without changing a parameter, so that states can be read into them.
 
-        An optimizer allocates in its first step. It therefore takes one with zero gradients and zero learning rate,
-        which does not count as a step. Gradients do not change.
+        An optimizer allocates the state of a parameter in the first step in which that has a gradient. It therefore
+        takes a step with zero gradients of the parameters without a state and zero learning rate, which does not count
+        as a step. Gradients do not change.
         """
         for optimizer in self._optimizers:
-            if optimizer.state:
+            gradients = [(each, each.grad) for group in optimizer.param_groups for each in group["params"]]
+            missing = [parameter for parameter, _ in gradients if not optimizer.state.get(parameter)]
+            if not missing:
                 continue
             rates = [group["lr"] for group in optimizer.param_groups]
-            gradients = [(each, each.grad) for group in optimizer.param_groups for each in group["params"]]
             for group in optimizer.param_groups:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-                for parameter in group["params"]:
-                    parameter.grad = torch.zeros_like(parameter)
+            for parameter, _ in gradients:
+                parameter.grad = None
+            for parameter in missing:
+                parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-            for state in optimizer.state.values():
+            for state in (optimizer.state.get(parameter, {}) for parameter in missing):
                 if isinstance(state.get("step"), Tensor):
                     state["step"].zero_()
 
