@@ -278,6 +278,11 @@ class TwoTowers(nn.Module):
         return functional.cosine_similarity(image, text, dim=-1)
 
 
+def stock():
+    layers = (nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, 0.0, batch_first=True) for _ in range(BLOCKS))
+    return nn.Sequential(nn.Linear(8, WIDTH), *layers, nn.Linear(WIDTH, 3))
+
+
 @dataclass(frozen=True)
 class Case:
     """A module, its inputs for some samples, a loss, and its lists of blocks if they have to be named."""
@@ -309,6 +314,7 @@ CASES = {
     "nanogpt": Case(NanoGPT, (TEXT[:, :-1].contiguous(), TEXT[:, 1:].contiguous())),
     "titan": Case(TitanLlama, (TEXT[:, :-1], TEXT[:, 1:]), token_loss),
     "sequential": Case(patches, (_random(SAMPLES, TOKENS, 8), _random(SAMPLES, TOKENS, 3)), functional.mse_loss),
+    "stock": Case(stock, (_random(SAMPLES, TOKENS, 8), _random(SAMPLES, TOKENS, 3)), functional.mse_loss),
     "dit": Case(
         DiT,
         (

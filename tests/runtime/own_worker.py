@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 """Strategies per stage for modules of four blocks."""
 PAIRS = [
-    *((name, "tensors") for name in ("nanogpt", "titan", "dit", "sequential")),
+    *((name, "tensors") for name in ("nanogpt", "titan", "dit", "sequential", "stock")),
     *((name, "stages") for name in ("nanogpt", "sequential", "unet", "towers")),
     *((name, "data") for name in ("dit", "unet")),
 ]
@@ -126,7 +126,23 @@ def compared(name: str, layout: str) -> dict[str, Any]:
     trainer, _, losses = under(plan_of(name, layout), case)
     errors: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, worst_difference(trainer, gradients, weights))
-    return {"losses": losses, "expected": expected, "error": max(errors)}
+    evaluated = trainer.eval_step(lambda indices: samples_of(case, indices, 0)).item()
+    return {
+        **{"losses": losses, "expected": expected, "error": max(errors)},
+        **{"evaluated": evaluated, "expected_evaluated": evaluated_alone(case, weights)},
+    }
+
+
+@torch.no_grad()
+def evaluated_alone(case: Case, weights: dict[str, Tensor]) -> float:
+    """The loss of one process with these weights, which computes with plain matrices."""
+    module = case.module()
+    module.load_state_dict(weights, strict=False)
+    read = samples_of(case, list(range(BATCH)), 0)
+    inputs, targets = read if case.loss else (read, None)
+    places, names = call_arguments(inputs)
+    outputs = module(*places, **names)
+    return float(case.loss(outputs, targets) if case.loss else outputs[1])
 
 
 def resumed(name: str) -> dict[str, Any]:

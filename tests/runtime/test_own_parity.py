@@ -9,7 +9,7 @@ from tests.runtime.processes import run_ranks
 pytestmark = pytest.mark.processes
 
 PAIRS = [
-    *(f"{name} tensors" for name in ("nanogpt", "titan", "dit", "sequential")),
+    *(f"{name} tensors" for name in ("nanogpt", "titan", "dit", "sequential", "stock")),
     *(f"{name} stages" for name in ("nanogpt", "sequential", "unet", "towers")),
     *("dit data", "unet data"),
 ]
@@ -25,6 +25,11 @@ def test_losses_gradients_and_weights_are_those_of_one_process(facts: dict[str, 
     found = facts[pair]
     assert found["losses"] == pytest.approx(found["expected"], rel=1e-5)
     assert found["error"][0] < 1e-4, found["error"][1]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_evaluation_is_that_of_one_process(facts: dict[str, Any], pair: str) -> None:
+    assert facts[pair]["evaluated"] == pytest.approx(facts[pair]["expected_evaluated"], rel=1e-5)
 
 
 def test_a_checkpoint_goes_on_under_another_plan(facts: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.backends import mha
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -486,9 +487,12 @@ def _evaluating(chunks: Iterable[StageModule]) -> Iterator[None]:
     modes = [(module, module.training) for each in (*chunks, *beside) for module in each.modules()]
     for module, _ in modes:
         module.training = False
+    was_enabled = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)  # its kernels take no matrices that tp has divided
     try:
         yield
     finally:
+        mha.set_fastpath_enabled(was_enabled)
         for module, was_training in modes:
             module.training = was_training
 
