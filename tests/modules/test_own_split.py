@@ -143,6 +143,14 @@ def with_other_operations(_module: Any, h: torch.Tensor) -> torch.Tensor:
     return h * 2 if next(calls) % 2 else h + 1
 
 
+class Scale(nn.Module):
+    """A module with one parameter."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(scale)
+
+
 def with_unused(_module: Any, h: torch.Tensor) -> torch.Tensor:
     return h
 
@@ -181,6 +189,9 @@ class Turned(Stack):
         (lambda: Stack(with_unused, extra=nn.Linear(2, 2)), ("extra.weight", "does not use")),
         (lambda: Stack(norm=nn.BatchNorm1d(4)), ("norm: found BatchNorm1d", "GroupNorm")),
         (lambda: nn.Linear(8, 3), ("Linear without a list of modules", "blocks=")),
+        (lambda: Stack(norm=Scale(torch.tensor(1.0))), ("norm.scale", "a parameter of shape []", "reshape(1)")),
+        (lambda: Stack(norm=Scale(torch.ones(3, 2).mT)), ("norm.scale", "strides [1, 2]", ".contiguous()")),
+        (lambda: Stack(lambda _, h: h + torch.ones(32)), ("device cpu", "constant.to(x.device)")),
         (lambda: Stack().half(), ("parameter of torch.float16", "float32")),
     ],
 )
@@ -306,6 +317,14 @@ def test_what_a_module_asks_of_its_blocks_is_known_where_they_are_not() -> None:
     own = own_model(Built(module=Stock(), sample=SAMPLE, loss=functional.mse_loss)).split
     assert own.blocks == tuple(f"encoder.layers.{number}" for number in range(3))
     assert own.no_bf16 == ""
+
+
+def test_parametrized_modules_split() -> None:
+    module = Stack()
+    for each in (module.stem, module.blocks[0].mlp.c_fc, module.head):
+        nn.utils.parametrizations.weight_norm(each)
+    own = own_model(Built(module=module, sample=SAMPLE, loss=functional.mse_loss)).split
+    assert "head.parametrizations.weight.original0" in own.head
 
 
 def test_a_stage_of_blocks_without_parameters_is_planned() -> None:

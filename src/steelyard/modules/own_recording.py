@@ -93,7 +93,9 @@ def record(model: nn.Module, sample: Any, num_samples: int, loss: Loss | None, b
                 recorder.place,
                 f"an operation that needs tensor values or fails ({type(error).__name__}: {first_line(error)[:160]})",
                 "a forward pass whose operations do not depend on tensor values and run on the sample's shapes",
-                "compute such branches with masks (torch.where), or outside the module and pass the result",
+                "move constants to the device of the samples: constant.to(x.device)"
+                if "expected device meta" in str(error)
+                else "compute such branches with masks (torch.where), or outside the module and pass the result",
             ) from error
     recorder.ends(scalar)
     return recorder.seen

@@ -152,8 +152,8 @@ def find_own_split(
     except InvalidModelError as error:
         if all(each.requires_grad for each in module.parameters()):
             raise
-        hint = "set requires_grad=True everywhere, and name frozen parameters in freeze="
-        raise InvalidModelError(**error.parts() | {"hint": hint}) from error
+        frozen = "if frozen parameters are the reason, set requires_grad=True everywhere, and name them in freeze="
+        raise InvalidModelError(**error.parts() | {"hint": f"{error.hint}; {frozen}"}) from error
 
 
 def check_sample(sample: Any, *, has_loss: bool) -> int:
@@ -204,6 +204,13 @@ def _check_module(module: nn.Module) -> None:
                 f"a parameter of {parameter.dtype}",
                 "torch.float32 parameters, which the optimizer needs",
                 "build the module in fp32; the plan's precision sets the compute type",
+            )
+        if parameter.dim() == 0 or not parameter.is_contiguous():
+            raise refused(
+                path,
+                f"a parameter of shape {list(parameter.shape)} and strides {list(parameter.stride())}",
+                "a contiguous tensor with one or more dims, which FSDP can shard",
+                "write nn.Parameter(tensor.reshape(1)) for a scalar, or else nn.Parameter(tensor.contiguous())",
             )
 
 

@@ -95,7 +95,8 @@ class StubbedModel(ABC):
             return self._standing[module]
         if self.is_whole(path):
             return module
-        found = copy.copy(module)
+        found = object.__new__(type(module))  # copy.copy refuses parametrized modules
+        found.__dict__ |= module.__dict__
         found._buffers, found._parameters = dict(module._buffers), {}
         found._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
         found._modules = {
