@@ -309,6 +309,7 @@ class Stock(nn.Module):
         self.stem, self.encoder, self.head = nn.Linear(8, 32), nn.TransformerEncoder(layer, 3), nn.Linear(32, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert all(isinstance(layer, nn.TransformerEncoderLayer) for layer in self.encoder.layers)
         weight = self.encoder.layers[0].linear1.weight
         return self.head(self.encoder(self.stem(x.to(weight.dtype))))
 

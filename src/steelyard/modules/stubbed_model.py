@@ -442,6 +442,11 @@ class _OwnStub(Stub):
         super().__init__()
         self._block, self._layer_type, self._stubbed = block, layer_type, stubbed
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Class of the block, which modules look at (``isinstance``)."""
+        return type(self.stands_for.model) if self.stands_for else type(self)
+
     def forward(self, *places: Any, **names: Any) -> Any:
         """Return blanks in the form of the block's result."""
         at, made, blank = self._stubbed.passing
