@@ -278,9 +278,21 @@ class TwoTowers(nn.Module):
         return functional.cosine_similarity(image, text, dim=-1)
 
 
-def stock():
-    layers = (nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, 0.0, batch_first=True) for _ in range(BLOCKS))
-    return nn.Sequential(nn.Linear(8, WIDTH), *layers, nn.Linear(WIDTH, 3))
+class Stock(nn.Module):
+    """Layers of torch, and a norm before and after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Linear(8, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, 0.0, batch_first=True) for _ in range(BLOCKS)
+        )
+
+    def forward(self, x):
+        x = self.norm(self.stem(x))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
 
 
 @dataclass(frozen=True)
@@ -314,7 +326,7 @@ CASES = {
     "nanogpt": Case(NanoGPT, (TEXT[:, :-1].contiguous(), TEXT[:, 1:].contiguous())),
     "titan": Case(TitanLlama, (TEXT[:, :-1], TEXT[:, 1:]), token_loss),
     "sequential": Case(patches, (_random(SAMPLES, TOKENS, 8), _random(SAMPLES, TOKENS, 3)), functional.mse_loss),
-    "stock": Case(stock, (_random(SAMPLES, TOKENS, 8), _random(SAMPLES, TOKENS, 3)), functional.mse_loss),
+    "stock": Case(Stock, (_random(SAMPLES, TOKENS, 8), _random(SAMPLES, TOKENS, 3)), functional.mse_loss),
     "dit": Case(
         DiT,
         (

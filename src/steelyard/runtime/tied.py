@@ -21,6 +21,8 @@ from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import num_slices
 
+_MATRIX_DIMS = 2
+
 
 class SharedGradient:
     """Copies of one shared parameter that this rank holds, and the sum of their gradients.
@@ -61,7 +63,7 @@ class SharedGradient:
             _sum_parts([local_part(gradient) for gradient in gradients], self._group, device)
             return
         num_columns = gradients[0].shape[-1]
-        width = -(-num_columns // self._num_slices)
+        width = -(-num_columns // self._num_slices) if gradients[0].dim() == _MATRIX_DIMS else num_columns
         for start in range(0, num_columns, width):
             first, *others = (_columns(each, start, min(width, num_columns - start)) for each in gradients)
             total = _whole(first)
@@ -146,7 +148,9 @@ def _columns(gradient: Tensor, start: int, width: int) -> Tensor:
 
     DTensor's own slicing of a matrix that is sharded twice would gather it first.
     """
-    if not isinstance(gradient, DTensor) or width == gradient.shape[-1]:
+    if width == gradient.shape[-1]:
+        return gradient
+    if not isinstance(gradient, DTensor):
         return gradient.narrow(-1, start, width)
     return DTensor.from_local(
         gradient.to_local().narrow(-1, start, width),
