@@ -151,6 +151,16 @@ class Scale(nn.Module):
         self.scale = nn.Parameter(scale)
 
 
+def with_buffer(module: nn.Module) -> nn.Module:
+    module.register_buffer("mean", torch.zeros(()))
+    return module
+
+
+def with_mean(module: Any, h: torch.Tensor) -> torch.Tensor:
+    module.mean.lerp_(h.detach().mean(), 0.1)
+    return h - module.mean
+
+
 def with_unused(_module: Any, h: torch.Tensor) -> torch.Tensor:
     return h
 
@@ -186,6 +196,7 @@ class Turned(Stack):
         (Turned, ("made by mT in the module itself between two blocks", "move the operation into the block")),
         (lambda: Stack(with_branch), ("needs tensor values", "torch.where")),
         (lambda: Stack(with_other_operations), ("in one pass but", "in every pass")),
+        (lambda: with_buffer(Stack(with_mean)), ("mean: found a buffer", "changes in place")),
         (lambda: Stack(with_unused, extra=nn.Linear(2, 2)), ("extra.weight", "does not use")),
         (lambda: Stack(norm=nn.BatchNorm1d(4)), ("norm: found BatchNorm1d", "GroupNorm")),
         (lambda: nn.Linear(8, 3), ("Linear without a list of modules", "blocks=")),

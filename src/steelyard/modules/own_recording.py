@@ -80,6 +80,7 @@ def record(model: nn.Module, sample: Any, num_samples: int, loss: Loss | None, b
         if isinstance(each, Tensor):
             recorder.note(each, "the samples")
     places, names = call_arguments(inputs)
+    buffers = [(path, each, each._version) for path, each in model.named_buffers() if each.is_floating_point()]
     with recorder.watching():
         try:
             with recorder:
@@ -98,6 +99,14 @@ def record(model: nn.Module, sample: Any, num_samples: int, loss: Loss | None, b
                 else "compute such branches with masks (torch.where), or outside the module and pass the result",
             ) from error
     recorder.ends(scalar)
+    for path, buffer, version in buffers:
+        if buffer._version != version:
+            raise refused(
+                path,
+                "a buffer that the forward pass changes in place",
+                "buffers that samples do not change, because each process sees others",
+                "keep such statistics outside the module, or compute them from all samples after a step",
+            )
     return recorder.seen
 
 
