@@ -1,6 +1,6 @@
 """Tests of AdamW with moments in host memory against torch's, and of its metered device memory."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -122,3 +122,17 @@ def test_a_dtensor_that_is_saved_comes_back_as_one() -> None:
             result = (weight * 2).square().sum()
         result.full_tensor().backward()
         assert torch.equal(weight.grad.full_tensor(), 8 * weight.full_tensor())
+
+
+def test_a_tensor_is_saved_as_it_is_if_another_part_of_its_storage_was_saved_before() -> None:
+    layer, inputs = nn.GRU(4, 4), torch.randn(3, 2, 4)  # on the CPU its gates share a storage that it changes in place
+
+    def gradients(saving: AbstractContextManager[None]) -> list[Tensor]:
+        layer.zero_grad()
+        with saving:
+            outputs, _ = layer(inputs)
+        outputs.square().sum().backward()
+        return [each.grad for each in layer.parameters() if each.grad is not None]
+
+    expected = gradients(nullcontext())
+    assert all(map(torch.equal, gradients(saving_on_host(layer, [])), expected))

@@ -8,7 +8,7 @@ its copies, because others read moments in host memory without a stream.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -112,17 +112,21 @@ class _Group:
 
     def __init__(self, layer: nn.Module, shared: Iterable[Tensor]) -> None:
         self._layer, self._shared = layer, {_key(each) for each in shared}
-        self.kept: dict[tuple[int, torch.dtype], tuple[Tensor, _Storage]] = {}
+        self.kept: dict[Hashable, tuple[Tensor, _Storage]] = {}
         """Saved tensors by device storage, which is kept until the pass ends so that no other takes its place."""
         self.storages: weakref.WeakSet[_Storage] = weakref.WeakSet()
 
     def pack(self, tensor: Tensor) -> "_Saved | Tensor":
         """Return the object to save instead of a tensor."""
         local = _local(tensor)
-        key = _key(local)
+        there = _key(local)
+        key: Hashable = there
+        if local._version:  # changed in place, maybe after another part of its storage was saved
+            key = *there, local._version, local.shape, local.stride(), local.storage_offset()
         if key not in self.kept:
             own = (*self._layer.parameters(), *self._layer.buffers())
-            if key in self._shared or not local.untyped_storage().nbytes() or any(_key(each) == key for each in own):
+            is_resting = there in self._shared or any(_key(each) == there for each in own)
+            if is_resting or not local.untyped_storage().nbytes():
                 return tensor
             self.kept[key] = local, _Storage(local, self)
         spec = tensor._spec if isinstance(tensor, DTensor) else None
