@@ -10,6 +10,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
@@ -403,6 +404,17 @@ class StubbedOwn(StubbedModel):
     def is_whole(self, _path: str) -> bool:
         """Return False: all modules are copied."""
         return False
+
+    def copied(self, module: nn.Module, path: str = "") -> nn.Module:
+        """Return the copy of a module, which always has a parameter that tells a dtype and a device."""
+        found = super().copied(module, path)
+        found.__dict__["parameters"] = partial(self._parameters, found)
+        return found
+
+    def _parameters(self, copied: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+        yield from nn.Module.parameters(copied, recurse)
+        if self._blank_for is not None:
+            yield blank_of((0,), *self._blank_for)
 
     def fate(self, module: nn.Module, path: str, name: str) -> Fate:
         """Keep the parameters of ``keep``; those outside blocks that are not trained are constant."""
