@@ -190,9 +190,40 @@ class Turned(Stack):
         return self.head(h)
 
 
+class Remembering(NanoBlock):
+    """Block that passes a tensor on in a dictionary, or as an attribute."""
+
+    def forward(self, x: torch.Tensor, kept: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        x = super().forward(x)
+        if kept is None:
+            self.size = x.square().mean(dim=(1, 2))
+        else:
+            x = x + kept.pop("x", 0)
+            kept["x"] = x * 2
+        return x
+
+
+class Leaking(Stack):
+    """Module whose blocks have results that they do not return."""
+
+    def __init__(self, *, by_attribute: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Remembering() for _ in range(2)])
+        self.by_attribute = by_attribute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, kept = self.stem(x), None if self.by_attribute else {}
+        for block in self.blocks:
+            h = block(h, kept)
+        added = sum(block.size for block in self.blocks) if self.by_attribute else torch.zeros(len(h), device=h.device)
+        return self.head(h) + added[:, None, None]
+
+
 @pytest.mark.parametrize(
     ("module", "words"),
     [
+        (lambda: Leaking(by_attribute=True), ("mean in blocks.0 inside a block", "return the tensor from that block")),
+        (lambda: Leaking(by_attribute=False), ("mul in blocks.0 inside a block", "return the tensor from that block")),
         (Turned, ("made by mT in the module itself between two blocks", "move the operation into the block")),
         (lambda: Stack(with_branch), ("needs tensor values", "torch.where")),
         (lambda: Stack(with_other_operations), ("in one pass but", "in every pass")),
@@ -322,6 +353,7 @@ class Stock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert all(isinstance(layer, nn.TransformerEncoderLayer) for layer in self.encoder.layers)
         weight = self.encoder.layers[0].linear1.weight
+        assert all(next(each.parameters()).device == x.device for each in (self, self.encoder, self.encoder.layers[1]))
         return self.head(self.encoder(self.stem(x.to(weight.dtype))))
 
 

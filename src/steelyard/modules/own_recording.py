@@ -26,6 +26,8 @@ Origin = tuple[str, int, int]
 """Origin of an activation: ``given`` and the first block that reads it, or ``made`` and its block; then its place."""
 
 
+_BETWEEN = "between two blocks"
+_RETURN = "return the tensor from that block, with its other results"
 _WRITTEN = (bool, int, float, complex, str, bytes, slice, type(None), type(Ellipsis), torch.dtype, torch.device)
 """Types of arguments whose text is the same in every process."""
 
@@ -203,12 +205,15 @@ class _Recorder(TorchFunctionMode):
         if known.origin is not None:
             self.seen.head_reads.append(known.origin)
         elif known.after < len(self._blocks):
-            where = "before the first block" if known.after == 0 else "between blocks"
+            between = "before the first block" if known.after == 0 else _BETWEEN
+            where = "inside a block" if known.inside else between
             raise refused(
                 what.partition(" in ")[2],
                 f"{what.partition(' in ')[0]} after the blocks, of the result of {known.what} {where}",
                 "tensors that depend on parameters and reach the part after the blocks only through them",
-                "pass the tensor to a block as an argument (and use the same tensor afterwards); if it "
+                _RETURN
+                if known.inside
+                else "pass the tensor to a block as an argument (and use the same tensor afterwards); if it "
                 "belongs to another list of blocks, name every list: blocks=(…, …)",
             )
 
@@ -238,12 +243,14 @@ class _Recorder(TorchFunctionMode):
             known = self.note(leaf, "an unrecorded operation")
             known.after = 0
         if known.origin is None:
-            if known.after > 0:
+            if known.inside or known.after > 0:
                 raise refused(
                     path,
-                    f"an argument that is made by {known.what} between two blocks",
+                    f"an argument that is made by {known.what} {'inside a block' if known.inside else _BETWEEN}",
                     "block arguments that other blocks return or that are made before the first block",
-                    "move the operation into the block (for a skip connection, pass both tensors to the block)",
+                    _RETURN
+                    if known.inside
+                    else "move the operation into the block (for a skip connection, pass both tensors to the block)",
                 )
             known.origin = ("given", block, place)
         call.reads.append((place, known.origin))
