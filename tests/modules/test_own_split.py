@@ -190,6 +190,25 @@ class Turned(Stack):
         return self.head(h)
 
 
+class Doubled(Stack):
+    """Module whose blocks return their result twice."""
+
+    class Block(NanoBlock):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x = super().forward(x)
+            return x, x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.stem(x)
+        for block in self.blocks:
+            h, _ = block(h)
+        return self.head(h)
+
+
 class Remembering(NanoBlock):
     """Block that passes a tensor on in a dictionary, or as an attribute."""
 
@@ -222,6 +241,7 @@ class Leaking(Stack):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
+        (Doubled, ("blocks.0: found a block that returns a tensor twice", "return it once")),
         (lambda: Leaking(by_attribute=True), ("mean in blocks.0 inside a block", "return the tensor from that block")),
         (lambda: Leaking(by_attribute=False), ("mul in blocks.0 inside a block", "return the tensor from that block")),
         (Turned, ("made by mT in the module itself between two blocks", "move the operation into the block")),

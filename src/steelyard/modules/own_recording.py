@@ -267,7 +267,12 @@ class _Recorder(TorchFunctionMode):
             known = self._made.get(id(leaf))
             if known is not None and leaf._version != known.version:
                 raise refused(path, "an argument that the block changes in place", "x = x + y instead of x += y")
-        for place, each in enumerate(each for each in entries if isinstance(each, Tensor)):
+        tensors = [each for each in entries if isinstance(each, Tensor)]
+        if len({*map(id, tensors)}) < len(tensors):
+            raise refused(
+                path, "a block that returns a tensor twice", "each tensor once", "return it once, and reuse it"
+            )
+        for place, each in enumerate(tensors):
             if not each.requires_grad:
                 raise refused(path, "a result that depends on no parameter", "results with gradients")
             made = self.note(each, f"block {path}")
