@@ -291,6 +291,18 @@ def test_one_thing_that_is_misspelt_is_an_error_of_its_own_kind() -> None:
     assert not isinstance(raised.value, CombinedError)
 
 
+def test_a_model_is_not_split_for_a_cluster_that_is_misspelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(dict(load_model("llama-demo").config)))
+
+    def split(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model is read")
+
+    monkeypatch.setattr(requests, "load_model", split)
+    with pytest.raises(UserError, match="a100-80gb"):
+        request(model=str(config), cluster="1x8xa100-80g")
+
+
 def test_what_is_frozen_beside_adapters_is_found_once_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

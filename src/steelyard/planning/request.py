@@ -12,7 +12,8 @@ unchanged.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -277,14 +278,17 @@ def make_request(
         return load_model(model, image_size=image_size)
 
     searched = tuple(name for name, each in LEVERS.items() if each.searched and (levers or {}).get(name) == AUTO)
-    machines, chain, memory_bytes, given, runs_it, chosen = all_of(
+    reads: list[Callable[[], Any]] = [
         partial(_machines, cluster, network),
         read_chain,
         partial(_num_bytes, memory),
         partial(_read_if_one, profile, cluster),
         lambda: NATIVE if engine is None else engine_of(engine),
         lambda: Levers.of({name: text for name, text in (levers or {}).items() if name not in searched}),
-    )
+    ]
+    if isinstance(model, Mapping) or (isinstance(model, str | Path) and os.path.exists(model)):  # splits take seconds
+        all_of(*(each for each in reads if each is not read_chain))
+    machines, chain, memory_bytes, given, runs_it, chosen = all_of(*reads)
     profiles = _profiles(given, machines)
     check_levers(chosen, chain, runs_it)  # before the model is built for what they change
     chain = changed_chain(chain, chosen, freeze, own)
