@@ -192,6 +192,8 @@ class ChainLayer(nn.Module):
 
     def forward(self, inputs: Flow, context: LayerContext) -> Flow:
         """Return the output of the layer, recomputed in the backward pass if the strategy says so."""
+        if prepare := getattr(self.run_alone, "prepare", None):  # outside of what is recomputed
+            prepare(context)
         with self.saving(context):
             if self.remat is Remat.NONE or (self.remat is Remat.SELECTIVE and self.compiled is not None):
                 return self.compute(inputs, context)

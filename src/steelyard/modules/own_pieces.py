@@ -218,6 +218,10 @@ class _Block:
     def __init__(self, number: int, layer_type: OwnLayerType) -> None:
         self._number, self._layer_type = number, layer_type
 
+    def prepare(self, context: Context) -> None:
+        """Compute the arguments of the block that do not flow, which its batch then keeps."""
+        context.batch[self._number].arguments(self._number - 1)
+
     def __call__(self, layer: Layer, flow: Any, context: Context) -> Any:
         batch = context.batch[self._number]
         given = flow if isinstance(flow, tuple) else (flow,)
