@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from transformers import AutoConfig  # noqa: F401  looks for torch when it is first imported, of which there is a stand-in
+from transformers import AutoConfig
 
 from steelyard.engines import ENGINES, engine_of
 from steelyard.engines.capabilities import unsupported
@@ -52,6 +52,7 @@ def recipe_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(plan: Plan, **of_container: Any) -> Any:
         text = text_of(plan, "megatron-bridge", ".py")
+        AutoConfig.for_model(plan.chain().family.model_type)  # imported before there is a stand-in of torch
         modules = {name: types.ModuleType(name) for name in MODULES}
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and node.module in modules:

@@ -124,10 +124,17 @@ def _write(request: Request) -> Draft:
         left_out=(
             "tokenizer, data, learning rate and initial weights: set them in the recipe",
             *(() if train.is_default else ("base weights: put the imported checkpoint into the folder base",)),
+            *((_UNBALANCED,) if chain.family.model_type in _BRIDGED else ()),
         ),
         launch=f"{request.torchrun} bridge_recipe.py",
         usage=("the data is synthetic until dataset.blend is set",),
     )
+
+
+_UNBALANCED = (
+    "balancing of experts: none, as in transformers; for pretraining set moe_router_load_balancing_type and "
+    "moe_router_bias_update_rate in the recipe"
+)
 
 
 def _set_afterwards(chain: ModelChain, seq_len: int) -> dict[str, Any]:
