@@ -279,6 +279,12 @@ def test_a_batch_that_the_devices_do_not_divide_is_named() -> None:
 
 
 @pytest.mark.slow
+def test_a_dimension_that_an_engine_lacks_in_a_model_is_named() -> None:
+    request = make_request("deepseek-v3", "1x8xh100-80gb", global_batch=8, seq_len=4096, engine="automodel")
+    with pytest.raises(UserError, match="it has no tp in a model of type deepseek_v3"):
+        plan_job(job_of(request), Decisions(pins=("tp=2",)))
+
+
 def test_other_engines_stand_beside_a_plan_the_fastest_first() -> None:
     request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096)
     result = complete(replace(request, num_fallbacks=0, num_next_best=0))

@@ -25,12 +25,21 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, Certificate
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.planning.pass_order import in_best_order
+from steelyard.planning.pins import pins_of
 from steelyard.planning.price import assemble_plan, bare_plan, describe, prediction_of, summarise, warnings_of
-from steelyard.planning.problem import is_uniform, make_tables, proves_apart, shares_cores, simulated_bound_s
+from steelyard.planning.problem import (
+    is_uniform,
+    make_tables,
+    proves_apart,
+    shares_cores,
+    simulated_bound_s,
+    space_options,
+)
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.uniform import uniform_choices
 from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult, search
 from steelyard.search.evaluate import group_equal_strategies
+from steelyard.search.space import enumerate_strategies
 from steelyard.units import format_bytes, format_plural
 
 NEAR = 1.1
@@ -291,7 +300,7 @@ def _plan_within(
     started = time.process_time()
     uniform = is_uniform(job, decisions)
     if uniform and not tables:
-        raise _no_uniform_plan(job)
+        raise _no_uniform_plan(job, decisions)
     num_rescored = len(tables) if ranks_all(job) else max(top, NUM_RESCORED if to_the_end else 1)
     num_exact = num_rescored if job.is_mixed or ranks_all(job) else 1
     found = accept(
@@ -317,7 +326,7 @@ def _plan_within(
     )
     if not found.ranked:
         if uniform and found.search.nearest_miss is None:
-            raise _no_uniform_plan(job)
+            raise _no_uniform_plan(job, decisions)
         configs, text = found.search.configs, _miss_text(job, found)
         if count := sum(each.result.status == "beaten" for each in configs):
             total = len(configs)
@@ -352,14 +361,21 @@ def _plan_within(
     )
 
 
-def _no_uniform_plan(job: Job) -> NoUniformPlanError:
+def _no_uniform_plan(job: Job, decisions: Decisions) -> NoUniformPlanError:
     engine, is_free = job.engine, job.engine.capabilities.mixes_layers
+    asked = [
+        each
+        for each in enumerate_strategies(job.cluster.num_devices, space_options(job, decisions))
+        if all(pin.allows(each) for pin in pins_of(decisions, job.chain))
+    ]
+    lacking = {engine.capabilities.refusal_of(job.chain, each) for each in asked}
+    why = f": it has no {lacking.pop()}" if len(lacking) == 1 and None not in lacking else ""
     option, devices = "--uniform" if is_free else "--engine", job.cluster.num_devices
     batches = f", or give a --global-batch that {devices} divides" if job.global_batch % devices else ""
     return NoUniformPlanError(
         field=option,
         found=f"{('no strategy' if is_free else f'{engine.name}, which has no strategy')} that every layer of "
-        f"{job.chain.name} can use within the other restrictions",
+        f"{job.chain.name} can use within the other restrictions{why}",
         expected="decisions, a batch and devices that leave one strategy for all layers",
         hint=f"leave {option} out, or another restriction{batches}",
     )
