@@ -220,6 +220,46 @@ def test_a_quantized_base_that_trains_is_refused_and_an_unknown_one(levers: dict
     assert caught.value.field == "--base"
 
 
+def test_quantized_experts_are_refused_where_there_are_none() -> None:
+    levers = {"train": "lora", "base": "nf4+experts"}
+    with pytest.raises(UserError, match="llama-demo, which has no routed experts"):
+        make_request("llama-demo", "1x1xa100-40gb", global_batch=1, seq_len=64, levers=levers)
+
+
+def test_quantized_experts_are_whole_on_every_rank() -> None:
+    levers = Levers.of({"train": "lora:r=4", "base": "nf4+experts"})
+    assert "quantized experts are not divided" in str(levers.refusal(parse_strategy("fsdp2 ep2")))
+    assert levers.refusal(parse_strategy("fsdp2")) is None
+    with pytest.raises(UserError, match="quantizes no experts"):
+        make_request(
+            "olmoe-1b-7b",
+            "1x1xa100-40gb",
+            global_batch=1,
+            seq_len=64,
+            engine="transformers",
+            levers={"train": "lora", "base": "nf4+experts"},
+        )
+
+
+@pytest.mark.slow
+def test_thirty_billion_with_experts_fit_on_one_card_of_24_gigabytes() -> None:
+    """Qwen3-30B-A3B, whose 18,944 matrices of experts are in nf4."""
+    plan = find_plan(
+        "qwen3-30b-a3b",
+        "1x1xrtx4090",
+        global_batch=1,
+        seq_len=512,
+        levers={"train": "qlora:r=16", "base": "nf4+experts"},
+    )
+    assert plan.prediction is not None
+    (stage,) = plan.prediction.stages
+    blocks = 48 * (3 * 128 * 768 + 2 * 4096 + 2 * 512) * 2048
+    rest = 2 * 2 * (151_936 * 2048) + 2 * 48 * 128 * 2048
+    adapters = 4 * 48 * 16 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+    expected = (1 / 2 + 1 / 64 + 4 / 16384) * blocks + rest + adapters
+    assert stage.memory_bytes["parameters"] == pytest.approx(expected, rel=0.005)
+
+
 @pytest.mark.slow
 def test_seventy_billion_fit_on_one_card_of_80_gigabytes_with_a_quantized_base() -> None:
     """Dettmers et al. 2023: 65 billion on one card of 48 GB, with every block recomputed."""
@@ -251,6 +291,7 @@ CASES = {
     "stages": ("fp32", 4, ("single, single, single", "single, single, single, single, single")),
     "experts, bf16": ("bf16", 2, ("dp2, dp2, dp2 remat=full, dp2",)),
     "experts": ("fp32", 1, (", ".join(["fsdp2"] * 4),)),
+    "experts in nf4, bf16": ("bf16", 2, ("fsdp2, dp2, fsdp2 remat=full, dp2",)),
 }
 
 
@@ -280,6 +321,7 @@ def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str) -> 
         TEXTS.get(name.partition(",")[0], "lora:r=8"),
         FAMILY_CONFIGS["mixtral"] if name.startswith("experts") else "llama",
         *stages,
+        base="nf4+experts" if name.startswith("experts in nf4") else None,
         precision=precision,
         num_microbatches=count,
         global_batch=16,

@@ -83,6 +83,9 @@ CASES: dict[str, Case] = {
     "qwen2, which has biases": _case("qwen2", SOME, "fsdp4, tp4, fsdp2-tp2+sp, dp4"),
     "gpt2, stored together": _case(FAMILY_CONFIGS["gpt2"], "lora:r=4", "fsdp2, dp2", "dp2, fsdp2"),
     "nf4": _case(FOUR, "qlora:r=4", "fsdp2, dp2, dp2 remat=full, fsdp2 remat=selective, dp2, fsdp2", num_devices=2),
+    "nf4 and experts": _case(
+        FAMILY_CONFIGS["mixtral"], "qlora:r=4", "fsdp2, dp2, fsdp2 remat=full, dp2", base="nf4+experts", num_devices=2
+    ),
     "nf4, stages": _case("qwen2", "qlora:r=4", "dp2, fsdp2", "dp2, fsdp2", num_microbatches=4),
     "nf4, dora": _case(SHORT, "qlora:r=4,use_dora=true", "dp2, fsdp2 remat=full", "dp2, fsdp2", num_microbatches=4),
     "int8": _case(FOUR, SOME, "fsdp4, dp4, cp4, fsdp4, dp2-cp2, dp4", base="int8", seq_len=32),

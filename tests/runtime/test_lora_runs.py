@@ -63,6 +63,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         others.append((name, found, options))
         merged = replace(options, export_hf=folder / f"{name} merged", merge=True)
         others.append((f"{name}, merged", found, merged))
+        if name == "mixtral":
+            in_bits = lora_plan(
+                "qlora:r=4",
+                FAMILY_CONFIGS[name] | {"vocab_size": 256},
+                "fsdp2, dp2, fsdp2, dp2",
+                base="nf4+experts",
+                **{"global_batch": 8, "num_microbatches": 2, "num_devices": 2, "seq_len": 16},
+            )
+            others.append(("experts in nf4", in_bits, replace(options, export_hf=folder / "beside experts in nf4")))
     middle, short_middle = (str(folder / name / f"step-{MIDDLE:08d}") for name in ("one", "nf4"))
     runs = [
         ("one", one, replace(lr, checkpoint_dir=folder / "one")),
@@ -87,6 +96,13 @@ def test_a_base_in_four_bits_begins_near_the_base_and_not_with_it(folder: Path) 
     (_, first), (_, first_beside) = losses["one"][0], losses["nf4"][0]
     assert first_beside == pytest.approx(first, rel=1e-2)
     assert first_beside != pytest.approx(first, rel=1e-7)
+
+
+def test_experts_in_four_bits_begin_near_the_base(folder: Path) -> None:
+    losses = json.loads((folder / "losses.json").read_text())
+    (_, first), (_, first_in_bits) = losses["mixtral"][0], losses["experts in nf4"][0]
+    assert first_in_bits == pytest.approx(first, rel=1e-2)
+    assert first_in_bits != pytest.approx(first, rel=1e-7)
 
 
 def test_peft_reads_magnitudes_beside_a_base_in_four_bits(folder: Path) -> None:

@@ -63,7 +63,10 @@ LEVERS: Mapping[str, Taken] = {
         dimensions=WITHOUT_TP,
         execution=lambda execution: replace(execution, adapters="autocast", shares_frozen_head=True),
     ),
-    "base": replace(one_of(("nf4",), "whose load_in_8bit also multiplies in 8 bits (LLM.int8)"), dimensions=WITHOUT_TP),
+    "base": replace(
+        one_of(("nf4",), "whose load_in_8bit also multiplies in 8 bits (LLM.int8), and which quantizes no experts"),
+        dimensions=WITHOUT_TP,
+    ),
     "optimizer": one_of(OPTIM, "which has no such optimizer"),
 }
 

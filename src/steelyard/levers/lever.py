@@ -192,7 +192,7 @@ class Lever(ABC):
     values: ClassVar[tuple[str, ...]] = ()
     """Allowed words, if the lever is one of a few."""
     offers: ClassVar[tuple[str, ...]] = ()
-    """Values that advice tries."""
+    """Values that advice tries, for every model (`offered_for`)."""
     offered_with: ClassVar[Mapping[str, str]] = {}
     """Texts of other levers that advice requires before it tries this one."""
     help: ClassVar[str]
@@ -211,6 +211,11 @@ class Lever(ABC):
     """Precisions by which engines name it."""
     size: ClassVar[str] = ""
     """Name of its size, if it has one; advice finds the largest size that fits."""
+
+    @classmethod
+    def offered_for(cls, _chain: ModelChain) -> tuple[str, ...]:
+        """Return the values that advice tries for a model."""
+        return cls.offers
 
     @classmethod
     def said(cls, text: str) -> dict[str, str]:

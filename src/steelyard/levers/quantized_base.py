@@ -6,23 +6,25 @@ r"""Quantized frozen base of adapters (QLoRA).
 |      |                        | 8 bits, and 256 of these with one in fp32                               |
 | int8 | $1 + 4/256$            | 8 bits, each block of 256 with a scale in fp32                          |
 
-All linear layers except the head are quantized; each is dequantized to compute precision for its forward or backward
-pass, and freed after it. The weights are those of bitsandbytes. They are not trained, every rank has all of them (fsdp
-shards only the other parameters), and a layer with quantized weights is not divided by tp.
+All linear layers except the head are quantized, with ``nf4+experts`` also the stacked matrices of routed experts. Each
+is dequantized to compute precision for its forward or backward pass, and freed after it. The weights are those of
+bitsandbytes. They are not trained, every rank has all of them (fsdp shards only the other parameters), and a layer with
+quantized weights is not divided by tp.
 
 ``--train qlora:…`` means adapters and nf4. Magnitudes of DoRA are norms of weights dequantized to bf16, as in peft.
 
 Source: Dettmers et al. 2023 (QLoRA), bitsandbytes 0.50.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from steelyard.levers.lever import Asked, Effects, Objection, Result, WordLever
+from steelyard.levers.lever import Asked, Divided, Effects, Objection, Result, WordLever
 from steelyard.model.chain import ModelChain
 
 FULL = "full"
+WITH_EXPERTS = "nf4+experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,15 @@ class QuantizedBase(WordLever):
     word: str = FULL
 
     name: ClassVar[str] = "base"
-    values: ClassVar[tuple[str, ...]] = (FULL, "nf4", "int8")
-    help: ClassVar[str] = "Storage of the frozen base of adapters: full (compute precision), nf4 or int8."
+    values: ClassVar[tuple[str, ...]] = (FULL, "nf4", "int8", WITH_EXPERTS)
+    help: ClassVar[str] = "Storage of the frozen base of adapters: full (compute precision), nf4, int8 or nf4+experts."
     result: ClassVar[Result] = "rounding"
+    offered_with: ClassVar[Mapping[str, str]] = {"train": "lora:r=16"}
+
+    @classmethod
+    def offered_for(cls, chain: ModelChain) -> tuple[str, ...]:
+        """Return quantized experts, if there are any; ``--train qlora`` is the offer of other values."""
+        return (WITH_EXPERTS,) if chain.has_experts else ()
 
     def objections(self, asked: Asked) -> Iterator[Objection]:
         """Object to a base that is trained itself."""
@@ -42,6 +50,14 @@ class QuantizedBase(WordLever):
             found = f"with all of {asked.chain.name} trained"
             adapters = "adapters, with a frozen base"
             yield found, adapters, "add --train lora:r=16, or leave --base out"
+        if self.word == WITH_EXPERTS and not asked.chain.has_experts:
+            yield f"for {asked.chain.name}, which has no routed experts", "nf4 or int8", "use --base nf4"
+
+    def refusal(self, strategy: Divided) -> str | None:
+        """Refuse ep with quantized experts, which every rank has whole."""
+        if self.word == WITH_EXPERTS and strategy.expert_degree > 1:
+            return f"no ep with --{self.name} {self}: quantized experts are not divided"
+        return None
 
     def effects(self, effects: Effects) -> Effects:
         """Return the effects without adapters: there is no closed form for quantized weights."""
@@ -54,7 +70,7 @@ class QuantizedBase(WordLever):
         return replace(chain, changes=(*chain.changes, self), layer_types=layer_types)
 
     def warning(self, chain: ModelChain) -> str:
-        """Return a warning if the model has routed experts, which are not quantized."""
-        if chain.has_experts:
-            return f"routed experts are not in {self}, because only linear layers are quantized"
+        """Return a warning if the model has routed experts that are not quantized."""
+        if chain.has_experts and self.word != WITH_EXPERTS:
+            return f"routed experts are not in {self}: --base {WITH_EXPERTS} also quantizes these"
         return ""

@@ -27,6 +27,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from steelyard.modules.updates import local_part
 
 IMPLEMENTATION = "steelyard"
+MATRICES = ("gate_up_proj", "up_proj", "down_proj")
+"""Names of stacked matrices [E, A, B]."""
 
 
 @torch.library.custom_op("steelyard::grouped_mm", mutates_args=())
@@ -92,7 +94,8 @@ def _ranges(ends: Tensor) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def _product(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Tensor:
+def grouped_product(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Tensor:
+    """Return `grouped_mm`, on GPUs in bf16 by PyTorch's own kernel."""
     if not (inputs.is_cuda and inputs.dtype == torch.bfloat16 and inputs.size(0)):
         return grouped_mm(inputs, weights, ends, share)
     product = nn.functional.grouped_mm(inputs, weights[: len(ends)], offs=ends)
@@ -115,8 +118,13 @@ def compute_pairs(experts: nn.Module, inputs_KH: Tensor, ends_E: Tensor, share: 
 
 def _multiply(experts: nn.Module, name: str, inputs_KA: Tensor, ends_E: Tensor, share: float) -> Tensor:  # noqa: N803
     """Multiply rows [K, A] by the matrices of their experts and add biases, if any; return [K, B]."""
-    weights = local_part(getattr(experts, name))
-    product = _product(inputs_KA, weights if experts.is_transposed else weights.transpose(1, 2), ends_E, share)
+    held = getattr(experts, name)
+    if isinstance(held, nn.Module):  # in few bits
+        product = held(inputs_KA, ends_E, share, experts.is_transposed)
+    else:
+        weights = local_part(held)
+        weights = weights if experts.is_transposed else weights.transpose(1, 2)
+        product = grouped_product(inputs_KA, weights, ends_E, share)
     if not experts.has_bias:
         return product
     rows = torch.arange(len(inputs_KA), device=inputs_KA.device)

@@ -93,14 +93,14 @@ def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Itera
 
 def single_changes(request: PlanRequest, *, asked: bool) -> Iterable[dict[str, str]]:
     """Yield the values to try of each lever that the request does not set."""
-    for name, lever in sorted(LEVERS.items(), key=lambda each: (each[1].takes_long, bool(each[1].offered_with))):
+    for name, lever in sorted(LEVERS.items(), key=lambda each: each[1].takes_long * (1 + bool(each[1].offered_with))):
         if name not in request.levers.texts and (asked or not lever.takes_long):
             beside = {
                 other: text
                 for other, text in lever.offered_with.items()
                 if other not in request.levers.texts and request.engine.lever_refusal(LEVERS[other].parse(text)) is None
             }
-            yield from ({name: text, **beside} for text in lever.offers)
+            yield from ({name: text, **beside} for text in lever.offered_for(request.chain))
 
 
 def _try(request: PlanRequest, texts: Mapping[str, str], own: Advice, free_s: float) -> Advice | str:

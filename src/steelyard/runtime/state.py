@@ -131,7 +131,7 @@ class RunState:
     def takers(self) -> dict[str, Any]:
         """Return the modules that convert weights to their own format (`take`), by the name of the weights."""
         return {
-            f"{self.names.by_path[f'{path}.codes'].removesuffix('codes')}weight": module
+            f"{self.names.by_path[f'{path}.codes'].removesuffix('.codes')}{module.weight_name}": module
             for chunk in self._model.chunks
             for path, module in chunk.layers.named_modules()
             if hasattr(module, "take")

@@ -175,7 +175,7 @@ def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 
         stored = stored_parameters(model, folder.names, stored_apart(build_meta_model(chain)))
         may_lack = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()) - stored.keys()
         takers = state.takers()
-        inside = tuple(f"{name.removesuffix('weight')}{part}" for name in takers for part in PARTS)
+        inside = tuple(f"{name.removesuffix('.weight')}.{part}" for name in takers for part in PARTS)
         for copy in range(state.names.num_copies):
             weights = {
                 name: each

@@ -55,7 +55,7 @@ def saving(levers: Levers) -> Callable[[nn.Module, Any], AbstractContextManager[
 
 def num_quantized(model: nn.Module) -> int:
     """Number of weights of a model that levers store in tensors other than parameters."""
-    return sum(math.prod(each.shape) for each in model.modules() if isinstance(each, quantized_base.QuantizedLinear))
+    return sum(math.prod(each.shape) for each in model.modules() if isinstance(each, quantized_base.Quantized))
 
 
 def begin_filling(module: nn.Module, chain: ModelChain) -> nn.Module:

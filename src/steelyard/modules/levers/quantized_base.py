@@ -1,8 +1,8 @@
-"""Implementation of a quantized base: linear layers with bitsandbytes' weights in buffers, so that none is trained.
+"""Implementation of a quantized base: modules with bitsandbytes' weights in buffers, so that none is trained.
 
-A layer stores weights in few bits and dequantizes them for each forward and backward pass instead of saving them.
+A module stores weights in few bits and dequantizes them for each forward and backward pass instead of saving them.
 
-Legend of shapes: O outputs, I inputs, of a matrix [O, I].
+Legend of shapes: O outputs, I inputs, of a matrix [O, I]; K pairs of token and expert, E experts, [E, A, B] matrices.
 """
 
 import importlib
@@ -16,30 +16,27 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from steelyard.errors import InvalidModelError
-from steelyard.levers.quantized_base import QuantizedBase
+from steelyard.levers.quantized_base import WITH_EXPERTS, QuantizedBase
 from steelyard.model.chain import ModelChain
+from steelyard.modules.experts import MATRICES, grouped_product, routed_experts
 
 BLOCK, SCALES_BLOCK, BYTE_BLOCK = 64, 256, 256
 PARTS = ("codes", "scales", "scales_of_scales", "offset")
 """Saved tensors of a layer's weights."""
 
 
-class QuantizedLinear(nn.Module):
-    """Linear layer with weights in few bits."""
+class Quantized(nn.Module):
+    """Weights in few bits."""
 
-    def __init__(self, linear: nn.Linear, word: str) -> None:
+    weight_name = ""
+    """End of the name of the weights in an unmodified model, after that of this module."""
+
+    def __init__(self, weight: Tensor, word: str) -> None:
         super().__init__()
-        self.word, self.shape = word, tuple(linear.weight.shape)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.register_parameter("bias", linear.bias)
+        self.word, self.shape = word, tuple(weight.shape)
         importlib.import_module("bitsandbytes")  # which takes long, and registers the operations
-        for name, buffer in _quantized(linear.weight.detach(), word).items():
+        for name, buffer in _quantized(weight.detach(), word).items():
             self.register_buffer(name, buffer, persistent=name != "table")
-
-    @property
-    def weight(self) -> Tensor:
-        """Weights [O, I] in the precision before quantization, as adapters in peft read them."""
-        return self.weight_in(torch.bfloat16)
 
     def put(self, part: str, buffer: Tensor) -> None:
         """Replace one of `PARTS` that has no values."""
@@ -48,17 +45,33 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def take(self, weight: Tensor) -> None:
-        """Quantize weights [O, I] into this layer."""
+        """Quantize weights into this module."""
         for name, buffer in _quantized(weight.to(self.codes.device), self.word).items():
             self.get_buffer(name).copy_(buffer)
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized weights [O, I]."""
+        """Return the dequantized weights."""
         ops = torch.ops.bitsandbytes
         if self.word == "int8":
             return ops.dequantize_blockwise(self.codes, self.scales, self.table, BYTE_BLOCK, dtype)
         scales = ops.dequantize_blockwise(self.scales, self.scales_of_scales, self.table, SCALES_BLOCK, torch.float32)
         return ops.dequantize_4bit(self.codes, scales + self.offset, BLOCK, "nf4", self.shape, dtype)
+
+
+class QuantizedLinear(Quantized):
+    """Linear layer with weights [O, I] in few bits."""
+
+    weight_name = ".weight"
+
+    def __init__(self, linear: nn.Linear, word: str) -> None:
+        super().__init__(linear.weight, word)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_parameter("bias", linear.bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """Weights [O, I] in the precision before quantization, as adapters in peft read them."""
+        return self.weight_in(torch.bfloat16)
 
     def whole(self) -> nn.Linear:
         """Return a linear layer with ``weight`` in fp32."""
@@ -71,6 +84,32 @@ class QuantizedLinear(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute the output of `torch.nn.Linear`."""
         return _Product.apply(inputs, self) if self.bias is None else _Product.apply(inputs, self) + self.bias
+
+
+class QuantizedExperts(Quantized):
+    """Matrices [E, A, B] of routed experts in few bits."""
+
+    def forward(self, inputs_KA: Tensor, ends_E: Tensor, share: float, is_transposed: bool) -> Tensor:  # noqa: N803
+        """Multiply rows by the matrices of their experts, as `steelyard.modules.experts` does."""
+        return _GroupedProduct.apply(inputs_KA, self, ends_E, share, is_transposed)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, experts: QuantizedExperts, ends: Tensor, share: float, is_transposed: bool
+    ) -> Tensor:
+        ctx.experts, ctx.share, ctx.is_transposed = experts, share, is_transposed
+        ctx.save_for_backward(ends)
+        weights = experts.weight_in(inputs.dtype)
+        return grouped_product(inputs, weights if is_transposed else weights.transpose(1, 2), ends, share)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (ends,) = ctx.saved_tensors
+        weights = ctx.experts.weight_in(gradient.dtype)
+        weights = weights.transpose(1, 2) if ctx.is_transposed else weights
+        return grouped_product(gradient.contiguous(), weights, ends, ctx.share), None, None, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -110,7 +149,8 @@ def _table(like: Tensor) -> Tensor:
 
 
 def change_model(lever: QuantizedBase, model: PreTrainedModel, _chain: ModelChain) -> None:
-    """Quantize the linear layers of a model except its head and adapters, in place; idempotent.
+    """Quantize the linear layers of a model except its head and adapters, in place, and with the lever's word also
+    stacked experts; idempotent.
 
     Raises `InvalidModelError` if the model has none.
     """
@@ -118,14 +158,29 @@ def change_model(lever: QuantizedBase, model: PreTrainedModel, _chain: ModelChai
     heads = {*head.modules()} if head is not None else set()
     for path, parent, name, linear in list(_children(model, nn.Linear)):
         if linear not in heads and "default" not in path.split("."):
-            setattr(parent, name, QuantizedLinear(linear, lever.word))
-    if not any(isinstance(each, QuantizedLinear) for each in model.modules()):
+            setattr(parent, name, QuantizedLinear(linear, _bits(lever)))
+    if lever.word == WITH_EXPERTS:
+        _quantize_experts(lever, model)
+    if not any(isinstance(each, Quantized) for each in model.modules()):
         raise InvalidModelError(
             field="--base",
             found=f"{lever} for a model without torch.nn.Linear layers except its head",
             expected="torch.nn.Linear layers, the only ones that are quantized (GPT-2 has Conv1D)",
             hint="leave --base out",
         )
+
+
+def _bits(lever: QuantizedBase) -> str:
+    return lever.word.partition("+")[0]
+
+
+def _quantize_experts(lever: QuantizedBase, module: nn.Module) -> None:
+    for experts in routed_experts(module):
+        for name in MATRICES:
+            weight = experts._parameters.get(name)
+            if weight is not None:
+                del experts._parameters[name]
+                experts.register_module(name, QuantizedExperts(weight, _bits(lever)))
 
 
 class _Unfilled(nn.Linear):
@@ -139,6 +194,10 @@ def begin_filling(module: nn.Module) -> nn.Module:
         with unset_fake_temporarily():
             unfilled = _Unfilled(columns, rows, bias=layer.bias is not None, device="meta")
         setattr(parent, name, unfilled)
+    for _, parent, name, stack in list(_children(module, QuantizedExperts)):
+        delattr(parent, name)
+        with unset_fake_temporarily():
+            parent.register_parameter(name, nn.Parameter(torch.empty(stack.shape, device="meta"), requires_grad=False))
     return module
 
 
@@ -147,7 +206,9 @@ def fill_added(
 ) -> nn.Module:
     """Quantize the first weights of a module of a layer, in place, if it ``is_new``."""
     for _, parent, name, linear in list(_children(module, _Unfilled)) if is_new else ():
-        setattr(parent, name, QuantizedLinear(linear, lever.word))
+        setattr(parent, name, QuantizedLinear(linear, _bits(lever)))
+    if is_new and lever.word == WITH_EXPERTS:
+        _quantize_experts(lever, module)
     return module
 
 

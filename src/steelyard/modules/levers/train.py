@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.levers.train import ALL_LINEAR, LORA, Train
 from steelyard.model.chain import ModelChain
-from steelyard.modules.levers.quantized_base import PARTS, QuantizedLinear
+from steelyard.modules.levers.quantized_base import PARTS, Quantized, QuantizedLinear
 from steelyard.modules.prepared import store_together
 
 _MOST_NAMED = 24
@@ -402,7 +402,7 @@ def _around(
         if not is_added(name):
             path_inside, _, own = own_name(name).rpartition(".")
             owner = module.get_submodule(path_inside)
-            if isinstance(owner, QuantizedLinear) and own in PARTS:
+            if isinstance(owner, Quantized) and own in PARTS:
                 owner.put(own, tensor)
             else:
                 owner.register_parameter(own, nn.Parameter(tensor.float(), requires_grad=False))
