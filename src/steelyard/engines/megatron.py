@@ -253,7 +253,7 @@ def model_flags(chain: ModelChain, seq_len: int, *, target: str = "megatron", ot
     known, special = family
     config = completed(chain, seq_len)
     together = {"attention_bias": (config.get("mlp_bias", False),), "rope_theta": (round(config["rope_theta"]),)}
-    refuse_entries("megatron", chain, config, {**_COMMON, **known, **together})
+    refuse_entries(target, chain, config, {**_COMMON, **known, **together})
     heads = config["num_attention_heads"]
     kv_heads = config["num_key_value_heads"] or heads
     flags = [
@@ -263,7 +263,7 @@ def model_flags(chain: ModelChain, seq_len: int, *, target: str = "megatron", ot
         f"--num-attention-heads {heads}",
         f"--ffn-hidden-size {config['intermediate_size']}",
         f"--max-position-embeddings {max(chain.max_seq_len, seq_len)}",
-        *_rope_flags(chain, config),
+        *_rope_flags(target, chain, config),
         f"--attention-dropout {config['attention_dropout']:g}",
         "--hidden-dropout 0",
         "--normalization RMSNorm",
@@ -283,7 +283,7 @@ def model_flags(chain: ModelChain, seq_len: int, *, target: str = "megatron", ot
     return flags + special(config)
 
 
-def _rope_flags(chain: ModelChain, config: Mapping[str, Any]) -> Flags:
+def _rope_flags(target: str, chain: ModelChain, config: Mapping[str, Any]) -> Flags:
     """Return the flags of the rotary embedding. Raises `UserError` if Megatron's GPT does not have the scaling."""
     flags = ["--position-embedding-type rope", f"--rotary-base {config['rope_theta']:.0f}"]
     scaling = dict(config.get(ROPE) or {"rope_type": "default"})
@@ -296,7 +296,7 @@ def _rope_flags(chain: ModelChain, config: Mapping[str, Any]) -> Flags:
         return flags
     raise UserError(
         field="--to",
-        found=f"megatron for {chain.name}, whose config says {ROPE} = {json.dumps(config[ROPE])}",
+        found=f"{target} for {chain.name}, whose config says {ROPE} = {json.dumps(config[ROPE])}",
         expected=f"no scaling, linear scaling by a whole factor, or {json.dumps(_LLAMA3_ROPE)} with any factor",
         hint=other_export(chain),
     )

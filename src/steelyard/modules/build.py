@@ -144,8 +144,8 @@ def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
     change_model(model, chain)
     if _has_experts(model.config):
         model.set_experts_implementation(IMPLEMENTATION)
-    own = model.config._attn_implementation
-    if own == "sdpa" or (own == "eager" and chain.family.fused_attention):
+    attention = model.config._attn_implementation
+    if attention == "sdpa" or (attention == "eager" and chain.family.fused_attention):
         model.set_attn_implementation(ATTENTION)
     for shared in chain.shared:
         first_path, *paths = (chain.split.model_path(*each) for each in shared.copies)

@@ -333,12 +333,16 @@ class Strategy:
         return _is_aligned(self)
 
 
-@lru_cache(maxsize=1 << 18)
+_KEPT = 1 << 18
+"""Number of strategies kept for reuse: twice those of one model with experts on 2,048 and on 256 devices."""
+
+
+@lru_cache(maxsize=_KEPT)
 def _strategy(levels: Levels, remat: Remat, chosen: tuple[tuple[str, Value], ...]) -> Strategy:
     return Strategy(levels=levels, remat=remat, modes=chosen)
 
 
-@lru_cache(maxsize=1 << 18)
+@lru_cache(maxsize=_KEPT)
 def _is_aligned(strategy: Strategy) -> bool:
     try:
         _ = strategy.expert_axes  # raises if a level, or the degree of experts, does not cover whole axes

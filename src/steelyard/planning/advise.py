@@ -92,8 +92,14 @@ def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Itera
 
 
 def single_changes(request: PlanRequest, *, asked: bool) -> Iterable[dict[str, str]]:
-    """Yield the values to try of each lever that the request does not set."""
-    for name, lever in sorted(LEVERS.items(), key=lambda each: each[1].takes_long * (1 + bool(each[1].offered_with))):
+    """Yield the values to try of each lever that the request does not set.
+
+    Those that take long come last, and of these the ones that need another lever at the very end.
+    """
+    order = sorted(
+        LEVERS.items(), key=lambda each: (each[1].takes_long, each[1].takes_long and len(each[1].offered_with))
+    )
+    for name, lever in order:
         if name not in request.levers.texts and (asked or not lever.takes_long):
             beside = {
                 other: text

@@ -363,14 +363,12 @@ def _plan_within(
 
 def _no_uniform_plan(job: Job, decisions: Decisions) -> NoUniformPlanError:
     engine, is_free = job.engine, job.engine.capabilities.mixes_layers
-    asked = [
-        each
-        for each in enumerate_strategies(job.cluster.num_devices, space_options(job, decisions))
-        if all(pin.allows(each) for pin in pins_of(decisions, job.chain))
-    ]
+    option, devices = "--uniform" if is_free else "--engine", job.cluster.num_devices
+    pins = pins_of(decisions, job.chain)
+    offered = enumerate_strategies(devices, space_options(job, decisions)) if pins else ()
+    asked = (each for each in offered if all(pin.allows(each) for pin in pins))
     lacking = {engine.capabilities.refusal_of(job.chain, each) for each in asked}
     why = f": it has no {lacking.pop()}" if len(lacking) == 1 and None not in lacking else ""
-    option, devices = "--uniform" if is_free else "--engine", job.cluster.num_devices
     batches = f", or give a --global-batch that {devices} divides" if job.global_batch % devices else ""
     return NoUniformPlanError(
         field=option,
