@@ -292,6 +292,7 @@ CASES = {
     "experts, bf16": ("bf16", 2, ("dp2, dp2, dp2 remat=full, dp2",)),
     "experts": ("fp32", 1, (", ".join(["fsdp2"] * 4),)),
     "experts in nf4, bf16": ("bf16", 2, ("fsdp2, dp2, fsdp2 remat=full, dp2",)),
+    "experts in nf4 with adapters, bf16": ("bf16", 2, ("fsdp2, dp2, fsdp2 remat=full, dp2",)),
 }
 
 
@@ -302,6 +303,7 @@ TEXTS = {
     "oft": "oft:oft_block_size=4,targets=all-linear",
     "vera": "vera:r=8,targets=all-linear",
     "experts": f"lora:r=8,{STACKED}",
+    "experts in nf4 with adapters": f"qlora:r=8,{STACKED}",
     "copies": "lora:r=8,modules_to_save=embed_tokens+lm_head",
 }
 

@@ -86,6 +86,12 @@ CASES: dict[str, Case] = {
     "nf4 and experts": _case(
         FAMILY_CONFIGS["mixtral"], "qlora:r=4", "fsdp2, dp2, fsdp2 remat=full, dp2", base="nf4+experts", num_devices=2
     ),
+    "int8 and experts, all with adapters": _case(
+        FAMILY_CONFIGS["mixtral"],
+        f"lora:r=4,{STACKED}",
+        *("dp2, fsdp2 remat=full", "dp2 remat=selective, fsdp2"),
+        base="int8+experts",
+    ),
     "nf4, stages": _case("qwen2", "qlora:r=4", "dp2, fsdp2", "dp2, fsdp2", num_microbatches=4),
     "nf4, dora": _case(SHORT, "qlora:r=4,use_dora=true", "dp2, fsdp2 remat=full", "dp2, fsdp2", num_microbatches=4),
     "int8": _case(FOUR, SOME, "fsdp4, dp4, cp4, fsdp4, dp2-cp2, dp4", base="int8", seq_len=32),

@@ -6,8 +6,8 @@ r"""Quantized frozen base of adapters (QLoRA).
 |      |                        | 8 bits, and 256 of these with one in fp32                               |
 | int8 | $1 + 4/256$            | 8 bits, each block of 256 with a scale in fp32                          |
 
-All linear layers except the head are quantized, with ``nf4+experts`` also the stacked matrices of routed experts. Each
-is dequantized to compute precision for its forward or backward pass, and freed after it. The weights are those of
+All linear layers except the head are quantized, with ``+experts`` also the stacked matrices of routed experts. Each is
+dequantized to compute precision for its forward or backward pass, and freed after it. The weights are those of
 bitsandbytes. They are not trained, every rank has all of them (fsdp shards only the other parameters), and a layer with
 quantized weights is not divided by tp.
 
@@ -24,7 +24,7 @@ from steelyard.levers.lever import Asked, Divided, Effects, Objection, Result, W
 from steelyard.model.chain import ModelChain
 
 FULL = "full"
-WITH_EXPERTS = "nf4+experts"
+_EXPERTS = "+experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,28 @@ class QuantizedBase(WordLever):
     word: str = FULL
 
     name: ClassVar[str] = "base"
-    values: ClassVar[tuple[str, ...]] = (FULL, "nf4", "int8", WITH_EXPERTS)
-    help: ClassVar[str] = "Storage of the frozen base of adapters: full (compute precision), nf4, int8 or nf4+experts."
+    values: ClassVar[tuple[str, ...]] = (FULL, "nf4", "int8", f"nf4{_EXPERTS}", f"int8{_EXPERTS}")
+    help: ClassVar[str] = (
+        "Storage of the frozen base of adapters: full (compute precision), nf4, int8; nf4+experts and int8+experts "
+        "also quantize routed experts."
+    )
     result: ClassVar[Result] = "rounding"
     offered_with: ClassVar[Mapping[str, str]] = {"train": "lora:r=16"}
+
+    @property
+    def bits(self) -> str:
+        """Type of quantized weights."""
+        return self.word.removesuffix(_EXPERTS)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether routed experts are quantized too."""
+        return self.word.endswith(_EXPERTS)
 
     @classmethod
     def offered_for(cls, chain: ModelChain) -> tuple[str, ...]:
         """Return quantized experts, if there are any; ``--train qlora`` is the offer of other values."""
-        return (WITH_EXPERTS,) if chain.has_experts else ()
+        return (f"nf4{_EXPERTS}",) if chain.has_experts else ()
 
     def objections(self, asked: Asked) -> Iterator[Objection]:
         """Object to a base that is trained itself."""
@@ -50,12 +63,12 @@ class QuantizedBase(WordLever):
             found = f"with all of {asked.chain.name} trained"
             adapters = "adapters, with a frozen base"
             yield found, adapters, "add --train lora:r=16, or leave --base out"
-        if self.word == WITH_EXPERTS and not asked.chain.has_experts:
-            yield f"for {asked.chain.name}, which has no routed experts", "nf4 or int8", "use --base nf4"
+        if self.has_experts and not asked.chain.has_experts:
+            yield f"for {asked.chain.name}, which has no routed experts", "nf4 or int8", f"use --base {self.bits}"
 
     def refusal(self, strategy: Divided) -> str | None:
         """Refuse ep with quantized experts, which every rank has whole."""
-        if self.word == WITH_EXPERTS and strategy.expert_degree > 1:
+        if self.has_experts and strategy.expert_degree > 1:
             return f"no ep with --{self.name} {self}: quantized experts are not divided"
         return None
 
@@ -71,6 +84,6 @@ class QuantizedBase(WordLever):
 
     def warning(self, chain: ModelChain) -> str:
         """Return a warning if the model has routed experts that are not quantized."""
-        if chain.has_experts and self.word != WITH_EXPERTS:
-            return f"routed experts are not in {self}: --base {WITH_EXPERTS} also quantizes these"
+        if chain.has_experts and not self.has_experts:
+            return f"routed experts are not in {self}: --base {self}{_EXPERTS} also quantizes these"
         return ""

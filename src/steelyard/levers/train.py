@@ -197,8 +197,10 @@ class Train(Lever):
             own = f"for {asked.chain.split.module}, your own module"
             yourself = "put adapters into the module yourself: parameters with requires_grad=False are not trained"
             yield own, "a transformers model", yourself
-        if "base" in asked.levers and not (self.kind == LORA and {key for key, _ in self.more} <= {"use_dora"}):
-            plain = "lora or dora with r=, alpha=, targets=, dropout=, rslora"
+        if "base" in asked.levers and not (
+            self.kind == LORA and {key for key, _ in self.more} <= {"use_dora", _STACKED}
+        ):
+            plain = f"lora or dora with r=, alpha=, targets=, dropout=, rslora, {_STACKED}="
             yield "together with a quantized base", plain, "leave --base out"
 
     def change(self, chain: ModelChain) -> ModelChain:

@@ -29,6 +29,10 @@ from steelyard.modules.updates import local_part
 IMPLEMENTATION = "steelyard"
 MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 """Names of stacked matrices [E, A, B]."""
+_ALIGNED = 8
+"""Numbers in bf16 of which PyTorch's kernel needs whole multiples in a row (16 B)."""
+ADDED = "added"
+"""Attribute of experts with the adapters [E, A, R] and [E, R, B] of each matrix, by name, and the factor of theirs."""
 
 
 @torch.library.custom_op("steelyard::grouped_mm", mutates_args=())
@@ -96,7 +100,8 @@ def _ranges(ends: Tensor) -> list[tuple[int, int]]:
 
 def grouped_product(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Tensor:
     """Return `grouped_mm`, on GPUs in bf16 by PyTorch's own kernel."""
-    if not (inputs.is_cuda and inputs.dtype == torch.bfloat16 and inputs.size(0)):
+    is_aligned = all(not size % _ALIGNED for size in weights.shape[1:])
+    if not (inputs.is_cuda and inputs.dtype == torch.bfloat16 and inputs.size(0) and is_aligned):
         return grouped_mm(inputs, weights, ends, share)
     product = nn.functional.grouped_mm(inputs, weights[: len(ends)], offs=ends)
     if share == 1.0:  # every row lies in a group
@@ -125,6 +130,11 @@ def _multiply(experts: nn.Module, name: str, inputs_KA: Tensor, ends_E: Tensor, 
         weights = local_part(held)
         weights = weights if experts.is_transposed else weights.transpose(1, 2)
         product = grouped_product(inputs_KA, weights, ends_E, share)
+    if name in (added := getattr(experts, ADDED, {})):
+        inner_EAR, outer_ERB, factor = added[name]  # noqa: N806
+        narrow_KR = grouped_product(inputs_KA, inner_EAR.to(inputs_KA.dtype), ends_E, share)  # noqa: N806
+        outer_ERB = outer_ERB.to(inputs_KA.dtype).contiguous()  # noqa: N806
+        product = product + factor * grouped_product(narrow_KR, outer_ERB, ends_E, share)
     if not experts.has_bias:
         return product
     rows = torch.arange(len(inputs_KA), device=inputs_KA.device)

@@ -7,6 +7,7 @@ Legend of shapes: O outputs, I inputs, of a matrix [O, I]; K pairs of token and 
 
 import importlib
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from steelyard.errors import InvalidModelError
-from steelyard.levers.quantized_base import WITH_EXPERTS, QuantizedBase
+from steelyard.levers.quantized_base import QuantizedBase
 from steelyard.model.chain import ModelChain
 from steelyard.modules.experts import MATRICES, grouped_product, routed_experts
 
 BLOCK, SCALES_BLOCK, BYTE_BLOCK = 64, 256, 256
+_STACKED_DIMS = 3
 PARTS = ("codes", "scales", "scales_of_scales", "offset")
 """Saved tensors of a layer's weights."""
 
@@ -42,6 +44,10 @@ class Quantized(nn.Module):
         """Replace one of `PARTS` that has no values."""
         self.register_buffer(part, buffer)
         self.table = _table(buffer)
+
+    def stand_in(self, owner: nn.Module, name: str) -> None:
+        """Put into an owner what had this name before, for peft."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def take(self, weight: Tensor) -> None:
@@ -73,13 +79,13 @@ class QuantizedLinear(Quantized):
         """Weights [O, I] in the precision before quantization, as adapters in peft read them."""
         return self.weight_in(torch.bfloat16)
 
-    def whole(self) -> nn.Linear:
-        """Return a linear layer with ``weight`` in fp32."""
+    def stand_in(self, owner: nn.Module, name: str) -> None:
+        """Put a linear layer with ``weight`` in fp32 in the place of this module."""
         with torch.device("meta"):
             made = nn.Linear(self.in_features, self.out_features, bias=False)
         made.weight = nn.Parameter(self.weight.float(), requires_grad=False)
         made.bias = self.bias
-        return made
+        setattr(owner, name, made)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute the output of `torch.nn.Linear`."""
@@ -88,6 +94,12 @@ class QuantizedLinear(Quantized):
 
 class QuantizedExperts(Quantized):
     """Matrices [E, A, B] of routed experts in few bits."""
+
+    def stand_in(self, owner: nn.Module, name: str) -> None:
+        """Put a parameter of this shape in the place of this module, with one value for all."""
+        delattr(owner, name)
+        value = torch.zeros((), device=self.codes.device).expand(self.shape)
+        owner.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
     def forward(self, inputs_KA: Tensor, ends_E: Tensor, share: float, is_transposed: bool) -> Tensor:  # noqa: N803
         """Multiply rows by the matrices of their experts, as `steelyard.modules.experts` does."""
@@ -158,8 +170,8 @@ def change_model(lever: QuantizedBase, model: PreTrainedModel, _chain: ModelChai
     heads = {*head.modules()} if head is not None else set()
     for path, parent, name, linear in list(_children(model, nn.Linear)):
         if linear not in heads and "default" not in path.split("."):
-            setattr(parent, name, QuantizedLinear(linear, _bits(lever)))
-    if lever.word == WITH_EXPERTS:
+            setattr(parent, name, QuantizedLinear(linear, lever.bits))
+    if lever.has_experts:
         _quantize_experts(lever, model)
     if not any(isinstance(each, Quantized) for each in model.modules()):
         raise InvalidModelError(
@@ -170,17 +182,13 @@ def change_model(lever: QuantizedBase, model: PreTrainedModel, _chain: ModelChai
         )
 
 
-def _bits(lever: QuantizedBase) -> str:
-    return lever.word.partition("+")[0]
-
-
 def _quantize_experts(lever: QuantizedBase, module: nn.Module) -> None:
-    for experts in routed_experts(module):
-        for name in MATRICES:
-            weight = experts._parameters.get(name)
-            if weight is not None:
-                del experts._parameters[name]
-                experts.register_module(name, QuantizedExperts(weight, _bits(lever)))
+    owners = [owner for experts in routed_experts(module) for owner in experts.modules()]  # also those in adapters
+    for owner, name in product(owners, MATRICES):
+        weight = owner._parameters.get(name)
+        if weight is not None and weight.ndim == _STACKED_DIMS:
+            del owner._parameters[name]
+            owner.register_module(name, QuantizedExperts(weight, lever.bits))
 
 
 class _Unfilled(nn.Linear):
@@ -206,8 +214,8 @@ def fill_added(
 ) -> nn.Module:
     """Quantize the first weights of a module of a layer, in place, if it ``is_new``."""
     for _, parent, name, linear in list(_children(module, _Unfilled)) if is_new else ():
-        setattr(parent, name, QuantizedLinear(linear, _bits(lever)))
-    if is_new and lever.word == WITH_EXPERTS:
+        setattr(parent, name, QuantizedLinear(linear, lever.bits))
+    if is_new and lever.has_experts:
         _quantize_experts(lever, module)
     return module
 

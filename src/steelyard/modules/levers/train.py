@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.levers.train import ALL_LINEAR, LORA, Train
 from steelyard.model.chain import ModelChain
-from steelyard.modules.levers.quantized_base import PARTS, Quantized, QuantizedLinear
+from steelyard.modules.levers.quantized_base import PARTS, Quantized
 from steelyard.modules.prepared import store_together
 
 _MOST_NAMED = 24
@@ -192,6 +192,10 @@ def _inject(lever: Train, config: Any, path: str, module: nn.Module, model_type:
         raise _refused(
             f"{lever}: {_words(error)}", "adapters that peft supports for this model", "change the targets or settings"
         ) from error
+    if getattr(config, "target_parameters", None):
+        from steelyard.modules.levers.expert_adapters import put_in
+
+        put_in(root)
     return root
 
 
@@ -310,15 +314,19 @@ def fill_added(
     config = copy.deepcopy(model.peft_config[_NAME])
     if not any(_BASES[0] in each._modules for each in taken.values()):
         config.target_modules = "dummy-target-modules"  # copies of modules alone, for which peft has this word
-    quantized = {name: each for name, each in module.named_modules() if isinstance(each, QuantizedLinear)}
+    quantized = {name: each for name, each in module.named_modules() if isinstance(each, Quantized)}
     for name, each in quantized.items():
-        module.set_submodule(name, each.whole())
+        each.stand_in(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed * _STRIDE + layer)
         root = _inject(lever, config, path, module, model.config.model_type)
     found: nn.Module = root.get_submodule(f"{_ROOT}.{path}")
     for name, each in quantized.items():
-        found.set_submodule(f"{name}.{_BASES[0]}" if name in taken else name, each)
+        above, _, last = f"{name}.{_BASES[0]}".rpartition(".") if name in taken else name.rpartition(".")
+        owner = found.get_submodule(above)
+        owner = base_of(owner) if above in taken and name not in taken else owner
+        owner._parameters.pop(last, None)
+        owner.register_module(last, each)
     return found
 
 
