@@ -13,7 +13,7 @@ from steelyard.errors import UserError
 from steelyard.hardware import parse_cluster
 from steelyard.levers import Levers
 from steelyard.levers.train import Train
-from steelyard.modules.build import build_model
+from steelyard.modules.build import build_meta_model, build_model
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
@@ -170,6 +170,15 @@ def test_a_name_of_no_stacked_matrices_is_refused(config: Any, target: str, expe
     with pytest.raises(UserError, match="a stacked expert matrix") as caught:
         lora_plan(f"lora:r=4,target_parameters={target}", config, ", ".join(["dp2"] * 4), num_devices=2)
     assert caught.value.expected == expected
+
+
+def test_a_router_that_is_a_linear_layer_with_two_results_has_no_adapters() -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}
+    config = {**FAMILY_CONFIGS["mixtral"], "model_type": "llama4_text", **experts}
+    plan = lora_plan("lora:r=4", config, ", ".join(["dp2"] * 4), num_devices=2)
+    names = [name for name, _ in build_meta_model(plan.chain()).named_parameters() if ".lora_A." in name]
+    linear = {f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert {name.partition(".lora_A.")[0].rpartition(".")[2] for name in names} == linear
 
 
 def test_other_adapters_than_lora_go_with_no_expert_parallelism() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import LayerRole
-from steelyard.model.read import chain_from_config, config_hash, load_model, model_names
+from steelyard.model.read import chain_from_config, chain_with_images, config_hash, load_model, model_names
 
 CONFIG = {
     "model_type": "llama",
@@ -281,3 +281,8 @@ def test_a_size_of_images_is_for_models_that_read_them_in_any_size(config, found
     with pytest.raises(InvalidModelError) as raised:
         load_model(path, image_size=(448, 672))
     assert (raised.value.field, raised.value.found) == ("--image-size", found)
+
+
+def test_text_alone_is_of_a_model_that_has_a_text_part():
+    with pytest.raises(InvalidModelError, match="none for llama, whose config has no text_config"):
+        chain_with_images(load_model("llama3-8b").config, name="llama3-8b", image_size="none")

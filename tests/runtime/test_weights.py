@@ -15,7 +15,7 @@ from torch import Tensor
 
 from steelyard.errors import InvalidCheckpointError, InvalidDataError, InvalidModelError
 from steelyard.model.chain import ModelChain
-from steelyard.model.read import chain_from_config
+from steelyard.model.read import chain_from_config, load_model
 from steelyard.modules.build import (
     build_meta_model,
     build_model,
@@ -194,6 +194,46 @@ def test_text_alone_of_a_model_whose_tower_is_of_a_package_that_is_missing_is_pl
     (notice,) = load_weights(tmp_path, state, chain)  # type: ignore[arg-type]
     assert notice.endswith("that are not in the model: model.vision_tower.norm.weight")
     assert all(torch.equal(each, given[name]) for name, each in state.weights().items())
+
+
+_PLAIN_TEXT: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16},
+    **{"num_key_value_heads": 1, "vocab_size": 64},
+}
+_WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        {"model_type": "mistral", **_PLAIN_TEXT},
+        {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+        | {"num_attention_heads": 2, "head_dim": 16, "image_size": 56, "patch_size": 14},
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        {"model_type": "qwen3_5_text", **_PLAIN_TEXT, "layer_types": ["full_attention"] * 2},
+        {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
+        | {"num_position_embeddings": 16},
+    ),
+}
+"""Class, text and tower of models of images of any size."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "image_size"), [("mistral3", None), ("qwen3_5", "none")])
+def test_text_alone_of_a_model_of_images_of_any_size_is_planned_and_read(
+    tmp_path: Path, kind: str, image_size: Any
+) -> None:
+    class_name, text, tower = _WHOLE[kind]
+    config = {"model_type": kind, "architectures": [class_name], "text_config": text, "vision_config": tower}
+    torch.manual_seed(1)
+    whole = getattr(transformers, class_name)(read_hub_config(kind, {**config, "tie_word_embeddings": False}))
+    whole.save_pretrained(tmp_path)
+    chain = load_model(tmp_path, image_size=image_size)
+    assert "of text_config only, without images or sound" in chain.left_out()
+    state = WholeState(chain)
+    (notice,) = load_weights(tmp_path, state, chain)  # type: ignore[arg-type]
+    assert "that are not in the model" in notice
+    expected = {name.replace("model.language_model.", "model."): each for name, each in whole.named_parameters()}
+    assert all(torch.equal(each, expected[name]) for name, each in state.weights().items())
 
 
 def test_any_part_of_matrices_that_are_stored_apart_is_read(tmp_path: Path) -> None:

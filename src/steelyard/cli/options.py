@@ -29,7 +29,7 @@ from steelyard.installed import require_training
 from steelyard.levers import LEVERS
 from steelyard.limits import MOST_DEVICES
 from steelyard.model.own import BUILDER
-from steelyard.model.read import hub_names, model_names
+from steelyard.model.read import NO_IMAGES, hub_names, model_names
 from steelyard.output import check_file, check_folder
 from steelyard.plan.dimensions import DIMENSIONS
 from steelyard.precision import Precision
@@ -164,14 +164,16 @@ def real(option: str, least: float, most: float, example: str) -> Callable[[Any]
     return parse
 
 
-def parse_image_size(text: str) -> tuple[int, int]:
-    """Return height and width in ``448`` or ``448x672``; raises `UserError` for anything else."""
+def parse_image_size(text: str) -> tuple[int, int] | Literal["none"]:
+    """Return height and width in ``448`` or ``448x672``, or ``none``; raises `UserError` for anything else."""
+    if text == NO_IMAGES:
+        return NO_IMAGES
     sides = text.split("x")
     if len(sides) > 2 or any(not is_number(side, limits.MOST_PIXELS) for side in sides):
         raise UserError(
             field="--image-size",
             found=repr(text),
-            expected=f"pixels per side, or HEIGHTxWIDTH, at most {limits.MOST_PIXELS}",
+            expected=f"pixels per side, or HEIGHTxWIDTH, at most {limits.MOST_PIXELS}, or none",
             hint="write for example --image-size 448",
         )
     return int(sides[0]), int(sides[-1])
@@ -385,7 +387,10 @@ Length = Annotated[
     Any, option("--seq-len", "TOKENS|max", _LENGTH, parser=whole_or_max("--seq-len", limits.MOST_TOKENS, "4096"))
 ]
 Output = Annotated[Path | None, written("Write the plan to this file, as in plan.json.")]
-_IMAGE = "Pixels per side of all images, or HEIGHTxWIDTH, if the model reads any size. Default: from its config."
+_IMAGE = (
+    "Pixels per side of all images, or HEIGHTxWIDTH, if the model reads any size; none: its text alone. Default: from "
+    "its config."
+)
 ImageSize = Annotated[str | None, option("--image-size", "PIXELS", _IMAGE, MODEL)]
 _CALIBRATE = (
     "Measured runs whose median ratio scales all predicted times: records of `train` or `measure`, or files with plan "

@@ -19,11 +19,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module, resources
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Final, Literal, TypeGuard
 
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.files import read_json
@@ -120,6 +121,11 @@ def _content(config_hash: str) -> dict[str, Any] | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
+NO_IMAGES: Final = "none"
+ImageSize = tuple[int, int] | Literal["none"] | None
+"""Height and width of all images, `NO_IMAGES` for the text of the model alone, or None for those of the config."""
+
+
 @cache
 def model_names() -> tuple[str, ...]:
     """Return the names of the packaged configs, sorted."""
@@ -127,37 +133,52 @@ def model_names() -> tuple[str, ...]:
     return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
 
 
-def load_model(name_or_path: str | Path, *, image_size: tuple[int, int] | None = None) -> ModelChain:
+def load_model(name_or_path: str | Path, *, image_size: ImageSize = None) -> ModelChain:
     """Return the chain of a packaged model, or of the config at a path (a file, or a folder with ``config.json``).
 
-    ``image_size`` is the height and width of all images, for a model that reads images of any size. Raises the errors
-    of `chain_from_config`, and `InvalidModelError` if there is no such model or it does not read images of this size.
+    Raises the errors of `chain_with_images`, and `InvalidModelError` if there is no such model.
     """
     name, config = load_config(name_or_path)
-    if image_size is not None:
-        vision = config.get("vision_config")
-        own = vision.get("image_size") if isinstance(vision, Mapping) else None
-        if (
-            not isinstance(vision, Mapping)
-            or "spatial_merge_size" not in vision
-            or own not in (None, image_size[0], [*image_size])
-        ):
+    return chain_with_images(config, name=name, image_size=image_size)
+
+
+def chain_with_images(config: Mapping[str, Any], *, name: str, image_size: ImageSize) -> ModelChain:
+    """Return the chain of a Hugging Face config whose images have this height and width.
+
+    Without a size, the config gives it; `NO_IMAGES` means the text of a model of images and text alone. Raises the
+    errors of `chain_from_config`, and `InvalidModelError` if the model does not read images of this size.
+    """
+    if image_size is None:
+        return chain_from_config(config, name=name)
+    if image_size == NO_IMAGES:
+        text = config.get(TEXT_PART)
+        if not isinstance(text, Mapping) or "model_type" not in text:
             raise InvalidModelError(
                 field="--image-size",
-                found=f"{image_size[0]}x{image_size[1]} for {config.get('model_type')}"
-                + (f", whose images are {own}" if own else ""),
-                expected="a model that reads images of any size: its vision_config has a spatial_merge_size and no "
-                "image_size",
-                hint="leave the option out, or write vision_config.image_size into the config",
+                found=f"none for {config.get('model_type')}, whose config has no {TEXT_PART} with a model_type",
+                expected="a model of images and text",
+                hint="leave the option out",
             )
-        config = {
-            **config,
-            "vision_config": {
-                **vision,
-                "image_size": image_size[0] if image_size[0] == image_size[1] else [*image_size],
-            },
-        }
-    return chain_from_config(config, name=name)
+        chain = chain_from_config(text, name=name)
+        split = chain.split.model_copy(update={"text_alone": f"--image-size {NO_IMAGES}"})
+        return replace(chain, split=split)
+    vision = config.get("vision_config")
+    own = vision.get("image_size") if isinstance(vision, Mapping) else None
+    if (
+        not isinstance(vision, Mapping)
+        or "spatial_merge_size" not in vision
+        or own not in (None, image_size[0], [*image_size])
+    ):
+        raise InvalidModelError(
+            field="--image-size",
+            found=f"{image_size[0]}x{image_size[1]} for {config.get('model_type')}"
+            + (f", whose images are {own}" if own else ""),
+            expected="a model that reads images of any size: its vision_config has a spatial_merge_size and no "
+            "image_size",
+            hint="leave the option out, or write vision_config.image_size into the config",
+        )
+    size = image_size[0] if image_size[0] == image_size[1] else [*image_size]
+    return chain_from_config({**config, "vision_config": {**vision, "image_size": size}}, name=name)
 
 
 def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:

@@ -177,7 +177,7 @@ def _patches(config: Any, vision: Any) -> SplitFeatures:
             found=f"{' × '.join(map(str, sides)) or 'none'} for {config.model_type}, which reads images of any size",
             expected=f"one size for all images, with sides that are multiples of {patch * merge} (patch_size × "
             "spatial_merge_size)",
-            hint=f"pass --image-size {16 * patch * merge}, or vision_config.image_size in the config",
+            hint=f"pass --image-size {16 * patch * merge}, or none to plan its text alone",
         )
     rows, columns = (side // patch for side in sides)
     frames = getattr(vision, "temporal_patch_size", 1)
@@ -191,8 +191,12 @@ def _patches(config: Any, vision: Any) -> SplitFeatures:
     )
 
 
-def _unknown(config: PreTrainedConfig, of: str) -> InvalidModelError:
-    return InvalidModelError(
+class UnknownInputError(InvalidModelError):
+    """A model whose config does not give the size of its images or sound."""
+
+
+def _unknown(config: PreTrainedConfig, of: str) -> UnknownInputError:
+    return UnknownInputError(
         field="model_type",
         found=f"{config.model_type}, without {of}",
         expected="a model whose config defines the size of its inputs",

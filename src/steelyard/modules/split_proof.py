@@ -31,6 +31,7 @@ from steelyard.modules.kept_splits import keep_split, kept_split
 from steelyard.modules.known_values import plain_token
 from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.model_inputs import (
+    UnknownInputError,
     beside_features,
     decoder_inputs,
     fitting_tokens,
@@ -151,17 +152,23 @@ def split_and_structure(
 ) -> tuple[ModelSplit, str, ModelSplit]:
     """Return the split of a model, and the identity and the proved split of the small model of its structure.
 
-    If its class needs a package that is not installed, split its text alone, if the task has a class for that.
+    If its class needs a package that is not installed, or its config does not give the size of its images or sound,
+    split its text alone, if there is a causal class for that.
     """
     full = read_hub_config(model_type, config)
     try:
         return _split_and_structure(full, folder)
     except InvalidModelError as error:
         cause = error.__cause__
-        if not isinstance(cause, ImportError) or (text := text_of(full)) is None:
+        if isinstance(cause, ImportError):
+            lacking, *_ = first_line(cause).split(". ")  # the rest says how to install it
+        elif isinstance(error, UnknownInputError):
+            lacking, *_ = error.found.split(" (")
+        else:
+            raise
+        if (text := text_of(full)) is None:
             raise
         split, structure, small = _split_and_structure(text, folder)
-        lacking, *_ = first_line(cause).split(". ")  # the rest says how to install it
         return split.model_copy(update={"text_alone": lacking}), structure, small
 
 

@@ -230,9 +230,9 @@ def has_fused_attention(config: PreTrainedConfig, task: Task) -> bool:
 
 
 def text_of(config: PreTrainedConfig) -> PreTrainedConfig | None:
-    """Return the text config of a model of several parts, if its task has a class for that; else None."""
+    """Return the text config of a model of several parts, if there is a causal class for it; else None."""
     text = getattr(config, TEXT_PART, None)
-    return text if isinstance(text, PreTrainedConfig) and auto_class_of(text, task_of(config)) else None
+    return text if isinstance(text, PreTrainedConfig) and auto_class_of(text, Task.CAUSAL_LM) else None
 
 
 def _classes(config: PreTrainedConfig, task: Task) -> tuple[type[PreTrainedModel], ...]:

@@ -33,7 +33,7 @@ from steelyard.levers.lever import AUTO
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain, frozen_chain
 from steelyard.model.freeze import Freeze
-from steelyard.model.read import chain_from_config, load_model
+from steelyard.model.read import ImageSize, chain_with_images, load_model
 from steelyard.modules.kept_splits import read_kept
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.file import default_folder, digest, keep, parse_file
@@ -243,7 +243,7 @@ def make_request(
     global_batch: int | Literal["max", "devices"],
     seq_len: int | Literal["max"] | None = None,
     network: str | None = None,
-    image_size: tuple[int, int] | None = None,
+    image_size: ImageSize = None,
     memory: str | int | None = None,
     profile: GivenProfiles | None = None,
     own: Any = None,
@@ -274,7 +274,7 @@ def make_request(
         if isinstance(model, ModelChain):
             return model
         if isinstance(model, Mapping):
-            return chain_from_config(model, name="model")
+            return chain_with_images(model, name="model", image_size=image_size)
         return load_model(model, image_size=image_size)
 
     searched = tuple(name for name, each in LEVERS.items() if each.searched and (levers or {}).get(name) == AUTO)

@@ -95,11 +95,12 @@ def _read_entry(pieces: tuple[str, ...], open_tensor: OpenTensor, slices: tuple[
 
 
 def stored_parameters(
-    model: PreTrainedModel, stored: Iterable[str], apart: Mapping[str, int]
+    model: PreTrainedModel, stored: Iterable[str], apart: Mapping[str, int], *, text_alone: bool = False
 ) -> dict[str, StoredParameter]:
     """Return the names of the ``stored`` tensors that each parameter of a model (on the meta device) is made of.
 
-    ``apart`` comes from `stored_apart`. Tensors of no parameter are listed under the name that the parameter would
+    ``apart`` comes from `stored_apart`. With ``text_alone``, the model is the text part of what is stored. Tensors of
+    no parameter are listed under the name that the parameter would
     have. Raises `InvalidModelError` if transformers builds a parameter in a way that is not supported here.
     """
     changes = get_model_conversion_mapping(model)
@@ -108,15 +109,23 @@ def stored_parameters(
     own = model.state_dict()
     found: dict[str, list[tuple[str, str | None]]] = {}
     for name in stored:
-        target, pattern = name, None
-        if name not in own:
+        target, pattern = _in_text(name, model.base_model_prefix) if text_alone else name, None
+        if target not in own:
             known = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": own}
-            target, pattern = renamed_key(name, renamings, converters, **known)
+            target, pattern = renamed_key(target, renamings, converters, **known)
         found.setdefault(target, []).append((name, pattern))
     return {
         target: replace(_joined(target, pieces, converters), apart=apart.get(target.rpartition(".")[0], 1))
         for target, pieces in found.items()
     }
+
+
+def _in_text(name: str, prefix: str) -> str:
+    """Return the name of a tensor in the text part of a model, whose base model has this prefix, given that in it."""
+    _, found, inside = name.partition(_TEXT_MODEL)
+    if not found:
+        return name
+    return inside if inside.startswith((f"{prefix}.", "lm_head.")) else f"{prefix}.{inside}"
 
 
 def _joined(target: str, pieces: list[tuple[str, str | None]], converters: list[WeightConverter]) -> StoredParameter:
@@ -147,6 +156,8 @@ def _joined(target: str, pieces: list[tuple[str, str | None]], converters: list[
     return StoredParameter(entries=tuple(zip(*columns, strict=False)), is_stacked=is_stacked)
 
 
+_TEXT_MODEL = "language_model."
+"""Path of the text part in models of images and text."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_BYTES = 2 * 2**30
@@ -172,7 +183,8 @@ def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 
     with ExitStack() as stack:
         folder = WeightFolder(path, stack)
         model = build_meta_model(chain.unchanged)
-        stored = stored_parameters(model, folder.names, stored_apart(build_meta_model(chain)))
+        alone = bool(chain.split.text_alone)
+        stored = stored_parameters(model, folder.names, stored_apart(build_meta_model(chain)), text_alone=alone)
         may_lack = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()) - stored.keys()
         takers = state.takers()
         inside = tuple(f"{name.removesuffix('.weight')}.{part}" for name in takers for part in PARTS)

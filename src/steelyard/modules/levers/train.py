@@ -28,6 +28,8 @@ from steelyard.modules.levers.quantized_base import PARTS, Quantized
 from steelyard.modules.prepared import store_together
 
 _MOST_NAMED = 24
+_PRODUCTS = (nn.Linear.forward, Conv1D.forward)
+"""Passes of modules that can have LoRA: a subclass that does more, such as the router of llama4, cannot."""
 _STACKED_DIMS = 3
 _STRIDE = 1_000_033
 _NAME = "default"
@@ -149,7 +151,7 @@ def _scalar(text: str) -> Any:
 def _targets(lever: Train, model: PreTrainedModel) -> list[str]:
     """Return the targets of adapters: for LoRA paths of linear layers, for other kinds ends of paths of any modules."""
     head, is_lora = model.get_output_embeddings(), lever.kind == LORA
-    linear = [path for path, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D) and each is not head]
+    linear = [path for path, each in model.named_modules() if type(each).forward in _PRODUCTS and each is not head]
     if lever.targets == (ALL_LINEAR,) and linear:
         return linear if is_lora else sorted({path.rpartition(".")[2] for path in linear})
     paths = linear if is_lora else [path for path, _ in model.named_modules()]
