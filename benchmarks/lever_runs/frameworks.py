@@ -171,8 +171,10 @@ def _fitcheck(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framewor
 
 def _trainer(row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
     name = row.text("framework")
+    is_foreach = row.text("optimizer") in ("", "adam", "adamw", "adamw_torch")
+    full = _BF16 if is_foreach else replace(_BF16, step_shard_bytes=0)
     return Framework(
-        engine=_engine(name.lower(), _BF16 if is_full else _ADAPTERS),
+        engine=_engine(name.lower(), full if is_full else _ADAPTERS),
         reserve=0.0 if name == "ms-swift" else FIXED_SEGMENTS_RESERVE,
         blocks_of_lengths=_BLOCKS_OF_LENGTHS if name == "ms-swift" else 0.0,
         default_remat="full" if name == "LLaMA-Factory" else "none",

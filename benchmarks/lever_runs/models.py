@@ -7,10 +7,15 @@ DINOv2's gated layer of 4,096 is one of 6,144 that is not gated, with as many pa
 BERT's head is that of masked words, where its rows classify sequences: 3 % of the parameters, tied but for 1 million.
 """
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from steelyard.model.read import load_model
+
+_FOLDER = Path(__file__).parent / "configs"
+"""Configs of newer models, each with its source in the README there."""
 
 _PACKAGED: Mapping[str, str] = {
     "01-ai/Yi-34B-Chat": "yi-34b",
@@ -60,6 +65,16 @@ _PACKAGED: Mapping[str, str] = {
     "tiiuae/falcon-7b": "falcon-7b",
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": "tinyllama-1.1b",
     "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": "tinyllama-1.1b",
+}
+_FILES: Mapping[str, str] = {
+    "LiquidAI/LFM2-350M": "lfm2-350m",
+    "LiquidAI/LFM2-8B-A1B": "lfm2-8b-a1b",
+    "arcee-ai/Trinity-Nano-Preview": "trinity-nano-preview",
+    "axolotl-ai-co/Mistral-Medium-3.5-128B-BF16": "mistral-medium-3.5-128b",
+    "google/gemma-4-12B-it": "gemma-4-12b-it",
+    "google/gemma-4-31B": "gemma-4-31b",
+    "ibm-granite/granite-4.0-tiny-preview": "granite-4.0-tiny-preview",
+    "tencent/Hunyuan-0.5B-Instruct": "hunyuan-0.5b-instruct",
 }
 _OTHER_VOCABULARY: Mapping[str, tuple[str, int]] = {
     "moonshotai/Moonlight-16B-A3B": ("deepseek-v2-lite", 163840),
@@ -178,12 +193,16 @@ def config_of(name: str) -> Mapping[str, Any] | None:
         base, vocab = _OTHER_VOCABULARY[name]
         more = {"intermediate_size": _OTHER_FFN[name]} if name in _OTHER_FFN else {}
         return {**load_model(base).config, "vocab_size": vocab, **more}
+    if name in _FILES:
+        content: dict[str, Any] = json.loads((_FOLDER / f"{_FILES[name]}.json").read_text(encoding="utf-8"))
+        return content
     return _CONFIGS.get(name)
 
 
 _LLAMA: Mapping[str, tuple[str, ...]] = {part: (f"{part}_proj",) for part in ("q", "k", "v", "o", "gate", "up", "down")}
 _PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     **{key: {**_LLAMA, "gate": ()} for key in ("apertus", "arcee")},
+    "lfm2_moe": {part: (f"{part}_proj",) for part in "qkv"},
     "phi": {
         **{"q": ("q_proj",), "k": ("k_proj",), "v": ("v_proj",), "o": ("dense",)},
         **{"gate": ("fc1",), "up": ("fc1",), "down": ("fc2",)},
@@ -202,13 +221,15 @@ _PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         **{"gate": ("dense_h_to_4h",), "up": ("dense_h_to_4h",), "down": ("dense_4h_to_h",)},
     },
 }
-"""Linear layers of transformers' models that are not named as Llama's."""
+"""Linear layers of transformers' models that are not named as Llama's; peft adapts what is there of the named ones."""
 _WORDS: Mapping[str, tuple[str, ...]] = {
     **{"query": ("q",), "key": ("k",), "value": ("v",), "projection": ("o",), "mlp": ("gate", "up", "down")},
     **{f"{part}_proj": (part,) for part in _LLAMA},
     **{"output_proj": ("o",), "c_attn": ("q", "k", "v"), "c_proj": ("o", "down"), "w1": ("up",), "w2": ("gate",)},
 }
 """What publications call the linear layers of a block; Qwen's two layers named c_proj both match."""
+_PATTERN = "(up|down|gate|q|k|v|o)_proj"
+"""The end of expressions for all seven of a language model."""
 _ALL = ("all", "all linear layers", "all projections (*_proj)")
 _ATTENTION = "default (attention qkv of the model)"
 
@@ -221,8 +242,9 @@ def targets_of(text: str, config: Mapping[str, Any]) -> tuple[str, ...] | None:
     if text in _ALL:
         return ("all-linear",)
     words = ("query", "key", "value") if text == _ATTENTION else [each for each in text.split() if each != "head"]
+    words = [f"{part}_proj" for part in _LLAMA] if text.endswith(_PATTERN) else words
     if not words or any(word not in _WORDS for word in words):
         return None
     names = _PARTS.get(config["model_type"], _LLAMA)
-    found = (name for word in words for part in _WORDS[word] for name in names[part])
+    found = (name for word in words for part in _WORDS[word] for name in names.get(part, ()))
     return tuple(dict.fromkeys(found))
