@@ -28,8 +28,6 @@ from steelyard.modules.levers.quantized_base import PARTS, Quantized
 from steelyard.modules.prepared import store_together
 
 _MOST_NAMED = 24
-_PRODUCTS = (nn.Linear.forward, Conv1D.forward)
-"""Passes of modules that can have LoRA: a subclass that does more, such as the router of llama4, cannot."""
 _STACKED_DIMS = 3
 _STRIDE = 1_000_033
 _NAME = "default"
@@ -151,7 +149,7 @@ def _scalar(text: str) -> Any:
 def _targets(lever: Train, model: PreTrainedModel) -> list[str]:
     """Return the targets of adapters: for LoRA paths of linear layers, for other kinds ends of paths of any modules."""
     head, is_lora = model.get_output_embeddings(), lever.kind == LORA
-    linear = [path for path, each in model.named_modules() if type(each).forward in _PRODUCTS and each is not head]
+    linear = [path for path, each in model.named_modules() if _is_linear(each) and each is not head]
     if lever.targets == (ALL_LINEAR,) and linear:
         return linear if is_lora else sorted({path.rpartition(".")[2] for path in linear})
     paths = linear if is_lora else [path for path, _ in model.named_modules()]
@@ -170,6 +168,14 @@ def _targets(lever: Train, model: PreTrainedModel) -> list[str]:
     if not is_lora:
         return list(lever.targets)
     return [path for path in linear if f".{path}".endswith(tuple(f".{target}" for target in lever.targets))]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer with one result; the router of llama4 is a subclass that has two."""
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return isinstance(module, nn.Linear | Conv1D)
+    row = torch.empty((1, module.in_features), device="meta", dtype=module.weight.dtype)
+    return isinstance(copy.deepcopy(module).to("meta")(row), Tensor)
 
 
 def _inject(lever: Train, config: Any, path: str, module: nn.Module, model_type: str, *, empty: bool = False) -> Any:
