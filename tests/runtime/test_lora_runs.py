@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         others.append((f"{name}, merged", found, merged))
         if name == "mixtral":
             in_bits = lora_plan(
-                "qlora:r=4",
+                f"qlora:r=4,targets=q_proj,{STACKED}",
                 FAMILY_CONFIGS[name] | {"vocab_size": 256},
                 "fsdp2, dp2, fsdp2, dp2",
                 base="nf4+experts",
@@ -103,6 +103,7 @@ def test_experts_in_four_bits_begin_near_the_base(folder: Path) -> None:
     (_, first), (_, first_in_bits) = losses["mixtral"][0], losses["experts in nf4"][0]
     assert first_in_bits == pytest.approx(first, rel=1e-2)
     assert first_in_bits != pytest.approx(first, rel=1e-7)
+    assert load_folder(folder / "beside experts in nf4").keys() == load_folder(folder / "mixtral adapters").keys()
 
 
 def test_peft_reads_magnitudes_beside_a_base_in_four_bits(folder: Path) -> None:
