@@ -6,13 +6,14 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import steelyard
 from steelyard.errors import UserError
 from steelyard.modules.build import read_hub_config
 from steelyard.plan.plan import Plan
-from tests.runtime.models import CONFIGS
+from tests.runtime.models import CONFIGS, FAMILY_CONFIGS
 from tests.runtime.processes import one_process
 
 pytestmark = [
@@ -54,8 +55,7 @@ def test_its_adapters_are_the_lever_and_train_as_in_peft(kind: str) -> None:
     plan = _plan(model)
     assert plan.levers == {"train": text}
     tokens = torch.arange(34).view(2, 17)
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    expected = torch.nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), labels.flatten()).item()
+    expected = _loss(model, tokens)
     with one_process():
         trainer = steelyard.parallelize(model, plan)
         optimizer = torch.optim.SGD([each for each in trainer.parameters() if each.requires_grad], lr=0.1)
@@ -66,6 +66,33 @@ def test_its_adapters_are_the_lever_and_train_as_in_peft(kind: str) -> None:
             optimizer.zero_grad()
     assert losses[0] == pytest.approx(expected, rel=1e-5)
     assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize(("base", "tolerance"), [(None, 1e-5), ("nf4+experts", 4e-2)])
+def test_its_adapters_of_experts_compute_what_they_do_in_peft(base: str | None, tolerance: float) -> None:
+    stacked = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    torch.manual_seed(3)
+    whole = AutoModelForCausalLM.from_config(read_hub_config("mixtral", FAMILY_CONFIGS["mixtral"]))
+    model = peft.get_peft_model(whole, peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=stacked))
+    without = model.get_base_model()
+    with torch.no_grad():
+        whole.lm_head.weight.mul_(30.0)  # so that logits differ
+        for name, each in model.named_parameters():
+            if each.requires_grad:
+                each.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    plan = _plan(model, levers={"base": base} if base else None)
+    tokens = torch.arange(34).view(2, 17)
+    expected = _loss(model, tokens)
+    with model.disable_adapter():
+        assert _loss(without, tokens) != pytest.approx(expected, rel=1e-1)
+    with one_process():
+        trainer = steelyard.parallelize(model, plan)
+        assert trainer.train_step(lambda samples: tokens[samples]).item() == pytest.approx(expected, rel=tolerance)
+
+
+def _loss(model: Any, tokens: Tensor) -> float:
+    logits = model(tokens[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Tests that adapters of stacked experts compute what peft's sums of whole matrices do."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -52,3 +54,17 @@ def test_outputs_and_gradients_are_those_of_sums_of_matrices(is_transposed: bool
     for found, each in zip(run(), expected, strict=True):
         assert each.abs().max() > 0
         torch.testing.assert_close(found, each)
+
+
+def test_experts_of_another_implementation_have_sums_of_matrices() -> None:
+    model = nn.ModuleDict({"experts": _Experts(is_transposed=False)})
+    config = LoraConfig(r=2, target_modules=[], target_parameters=["experts.up_proj"])
+    inject_adapter_in_model(config, model)
+    put_in(model)
+    experts = model["experts"].base_layer
+    nn.init.normal_(model["experts"].lora_B["default"].weight)
+    for implementation, is_sum in (("eager", True), ("steelyard", False)):
+        experts.config = SimpleNamespace(_experts_implementation=implementation)
+        with model["experts"]._activate_lora(["default"]):
+            assert ("parametrizations" in experts._modules) == is_sum
+            assert bool(experts.__dict__.get("added")) != is_sum

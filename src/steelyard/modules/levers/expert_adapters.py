@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
-from steelyard.modules.experts import ADDED
+from steelyard.modules.experts import ADDED, IMPLEMENTATION
 
 
 class ExpertAdapters(ParamWrapper):
@@ -20,6 +20,11 @@ class ExpertAdapters(ParamWrapper):
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        config = getattr(self.get_base_layer(), "config", None)
+        if getattr(config, "_experts_implementation", IMPLEMENTATION) != IMPLEMENTATION:  # outside of our runtime
+            with super()._activate_lora(active_adapters):
+                yield
+            return
         (name,) = active_adapters
         wide, narrow = self.lora_A[name].weight, self.lora_B[name].weight
         inner_EAR = wide.view(self.num_experts, -1, wide.size(1)).transpose(1, 2)  # noqa: N806

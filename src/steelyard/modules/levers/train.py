@@ -50,6 +50,7 @@ def change_model(lever: Train, model: PreTrainedModel, chain: ModelChain) -> Non
     Raises `InvalidModelError` if a target names nothing that can have adapters, or if peft refuses a setting.
     """
     if hasattr(model, "peft_config"):
+        _group_experts(model, model.peft_config[_NAME])
         return
     names = {name for name, _ in model.named_parameters()}
     root = _inject(lever, config_of(lever, model), "", model, model.config.model_type, empty=True)
@@ -200,11 +201,16 @@ def _inject(lever: Train, config: Any, path: str, module: nn.Module, model_type:
         raise _refused(
             f"{lever}: {_words(error)}", "adapters that peft supports for this model", "change the targets or settings"
         ) from error
-    if getattr(config, "target_parameters", None):
-        from steelyard.modules.levers.expert_adapters import put_in
-
-        put_in(root)
+    _group_experts(root, config)
     return root
+
+
+def _group_experts(module: nn.Module, config: Any) -> None:
+    """Let adapters of stacked experts in a module compute by groups, in place."""
+    if getattr(config, "target_parameters", None):
+        from steelyard.modules.levers.expert_adapters import put_in  # which imports peft
+
+        put_in(module)
 
 
 def added_that_read(module: nn.Module) -> Iterator[nn.Module]:
