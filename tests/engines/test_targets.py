@@ -88,6 +88,14 @@ def test_a_model_of_images_has_no_vocabulary() -> None:
     assert "vocabulary" not in text_of(plan, "deepspeed", ".json")
 
 
+def test_an_export_says_that_it_is_of_the_text_alone() -> None:
+    chain = FSDP.chain()
+    split = chain.split.model_copy(update={"text_alone": "--image-size none"})
+    model = PlanModel(name="text", config=dict(chain.config), split=split)
+    left_out = exported(FSDP.model_copy(update={"model": model}), "deepspeed").left_out
+    assert any("text_config only, without images or sound: --image-size none" in line for line in left_out)
+
+
 def test_a_cpu_has_no_allocator_to_set() -> None:
     assert "ALLOC_CONF" not in text_of(FSDP.model_copy(update={"cluster": "1x8xcpu"}), "deepspeed", ".json")
 

@@ -256,7 +256,11 @@ def export_plan(target: Target, request: Request) -> Draft:
     own = draft.carried or UniformPlan.of(plan).carried
     carried = (*own, *levers, *((f"kept as asked: {', '.join(request.kept)}",) if request.kept else ()))
     trains_other = plan.chain().trains_routers and not target.starts_steelyard
-    left_out = (*request.unsupported, *draft.left_out, *((target.routers,) if trains_other else ()))
+    other_parts = plan.chain().left_out()
+    left_out = (
+        *((f"other parts of the model: {other_parts}",) if other_parts else ()),
+        *(*request.unsupported, *draft.left_out, *((target.routers,) if trains_other else ())),
+    )
     # as `steelyard train` sets it
     allocator = f"export {VARIABLE}={SETTING} (reduces memory fragmentation)"
     has_gpus = request.cluster is None or request.cluster.device.is_gpu
