@@ -10,7 +10,7 @@ from steelyard.plan.plan import Plan
 from tests.engines.examples import text_of, uniform
 from tests.engines.known import known_names
 
-HYBRID = uniform("dp2-fsdp2-tp2", devices=8, remat="full")
+HYBRID = uniform("dp2-fsdp4", devices=8, remat="full")
 
 
 def content_of(plan: Plan) -> dict[str, Any]:
@@ -24,8 +24,8 @@ def test_accelerate_runs_it() -> None:
 
 def test_degrees_batch_and_remat_are_those_of_the_plan() -> None:
     content = content_of(HYBRID)
-    sizes = (content["dp_replicate_size"], content["dp_shard_size"], content["tensor_parallel_size"])
-    assert sizes == (2, 2, 2)
+    sizes = (content["dp_replicate_size"], content["dp_shard_size"])
+    assert sizes == (2, 4)
     batch = content["micro_batch_size"] * content["gradient_accumulation_steps"] * sizes[0] * sizes[1]
     assert (batch, content["sequence_len"]) == (64, 4096)
     assert content["fsdp_config"]["activation_checkpointing"] is True

@@ -288,7 +288,7 @@ def test_megatron_is_priced_with_a_sharded_optimizer() -> None:
 @pytest.mark.parametrize(("name", "strategy", "keeps"), [
     ("accelerate", "fsdp8", True),
     ("accelerate", "dp8", False),
-    ("accelerate", "fsdp4-tp2", True),
+    ("accelerate", "dp2-fsdp4", True),
     ("transformers", "fsdp8", True),
     ("transformers", "fsdp4-tp2", False),
 ])  # fmt: skip

@@ -1,7 +1,8 @@
 """A plan for accelerate: its launch configuration, with FSDP2 or DDP.
 
 Names are those of accelerate 1.15.0 (``commands/config/config_args.py``, ``parallelism_config.py``). It has no
-pipelines for a trainer, no sequence parallelism with tp and no selective remat, and refuses plain replication with tp.
+pipelines for a trainer and no selective remat. Its tp fails with transformers 5.16.1 and 5.23.0, which no longer have
+the `ReplicateParallel` that its `Accelerator._prepare_tp` imports.
 """
 
 from typing import Any
@@ -27,9 +28,9 @@ from steelyard.units import format_plural
 
 CAPABILITIES = Capabilities(
     mixes_layers=False,
-    dimensions=dimensions_of("dp", "fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp"),
-    modes={"zero": frozenset({2, 3}), "sp": frozenset({False})},
-    shares_heads=False,  # reshaping a part of a head fails in their tp plans
+    dimensions=dimensions_of("dp", "fsdp", "dp+fsdp"),
+    modes={"zero": frozenset({2, 3})},
+    why_not={"tp": "which fails in accelerate with transformers 5: plan and export for transformers"},
     remats=frozenset({Remat.NONE, Remat.FULL}),
 )
 
@@ -57,10 +58,6 @@ def _write(request: Request) -> Draft:
         f"in train.py: Accelerator(gradient_accumulation_steps={view.pipeline.num_microbatches}), a DataLoader of "
         f"{format_plural(view.microbatch_per_rank, 'sample')} of {view.seq_len} tokens"
     ]
-    if view.tp > 1:
-        usage.append(
-            "in train.py: from_pretrained(..., tp_plan='auto', device_mesh=...) on the mesh of the Accelerator"
-        )
     if view.fsdp > 1:
         left_out += kept_gathered(request)
     elif view.remat is Remat.FULL:
@@ -115,8 +112,6 @@ def _content(request: Request, view: UniformPlan) -> dict[str, Any]:
         content["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": view.dp,
             "parallelism_config_dp_shard_size": view.fsdp,
-            "parallelism_config_tp_size": view.tp,
-            "parallelism_config_cp_size": view.cp,
         }
     return content
 

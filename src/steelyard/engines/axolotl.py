@@ -1,9 +1,8 @@
 """A plan as axolotl's YAML, which drives accelerate: FSDP2 or DDP, degrees, activation checkpointing, batch.
 
 Names are those of the package axolotl 0.19.0 (``utils/schemas/config.py``, ``utils/schemas/fsdp.py``). Its
-``utils/distributed.py`` passes the degrees, including tp, to accelerate's ParallelismConfig, although the schema
-mentions only DeepSpeed for tp. It is a front end of `steelyard.engines.accelerate`, which defines its plans and their
-execution.
+``utils/distributed.py`` passes the degrees to accelerate's ParallelismConfig. It is a front end of
+`steelyard.engines.accelerate`, which defines its plans and their execution.
 
 Adapters are peft's (``utils/schemas/peft.py``, ``loaders/adapter.py``), with its own kernels for them turned off
 (``lora_*_kernel``), because they keep other tensors. A 4-bit base is for one device or DDP: under FSDP2 axolotl shards
@@ -82,8 +81,6 @@ def _content(view: UniformPlan) -> dict[str, Any]:
     return content | {
         "dp_shard_size": view.fsdp,
         "dp_replicate_size": view.dp,
-        "tensor_parallel_size": view.tp,
-        "context_parallel_size": view.cp,
         "fsdp_version": 2,
         "fsdp_config": {
             "reshard_after_forward": view.zero == 3,
