@@ -85,6 +85,25 @@ def test_settings_in_a_file_of_an_engine_are_explained(run: Run, tmp_path: Path)
     assert user_error(run("explain", plan, "--seq-len", 4096)).field == "--seq-len"
 
 
+def test_a_lever_that_only_the_engine_runs_is_priced_as_it_is_planned(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    job = ("llama3.1-8b", "--engine", "torchtitan", "--cluster", "1x8xb200-180gb", "--seq-len", 4096)
+    options = ("--global-batch", 16, "--float8", "mxfp8", "-o", path)
+    run("plan", *job, *options, "--fsdp", 8, "--zero", 3, "--remat", "none", "--micro-batch", 1)
+    planned = read_plan(path)
+    path.unlink()
+    run("price", *job, *options)
+    priced = read_plan(path)
+    assert priced.stages == planned.stages
+    assert priced.prediction.step_time_s == planned.prediction.step_time_s
+
+
+@pytest.mark.parametrize("engine", ["native", "megatron"])
+def test_settings_are_those_of_one_device_type(run: Run, engine: str) -> None:
+    several = ("llama3-8b", "--cluster", "1x8xh100-80gb+1x8xa100-80gb", "--seq-len", 4096, "--global-batch", 32)
+    assert user_error(run("price", *several, "--engine", engine)).found.endswith("a mixed cluster of 2 device groups")
+
+
 def test_settings_that_do_not_fit_say_by_how_much(run: Run) -> None:
     result = run("price", *JOB, "--engine", "megatron", "--memory", "20GiB")
     assert "does not fit" in result.stdout

@@ -528,7 +528,9 @@ def test_accelerate_is_given_no_tp_while_it_imports_what_transformers_does_not_h
     from accelerate import Accelerator
     from transformers.integrations import tensor_parallel
 
-    needed = re.search(r"from transformers.integrations.tensor_parallel import (\w+)", getsource(Accelerator._prepare_tp))
+    needed = re.search(
+        r"from transformers.integrations.tensor_parallel import (\w+)", getsource(Accelerator._prepare_tp)
+    )
     assert needed is not None
     assert not hasattr(tensor_parallel, needed[1])
     reason = "tp, which fails in accelerate with transformers 5: plan and export for transformers"

@@ -1,6 +1,7 @@
 """``steelyard price``: step time and memory of settings of your own."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from steelyard.cli import options
@@ -8,6 +9,7 @@ from steelyard.cost.job import ASSUMED_IMBALANCE, layer_precision
 from steelyard.engines import engine_of
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
+from steelyard.hardware import parse_cluster
 from steelyard.limits import MOST_DEVICES, MOST_LAYERS, MOST_SAMPLES
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
@@ -70,7 +72,7 @@ def price(
     with options.progress("counting the model's layers", silent=as_json):
         request = make_request(
             model,
-            cluster,
+            parse_cluster(cluster),
             global_batch=global_batch,
             seq_len=seq_len,
             network=network,
@@ -78,6 +80,7 @@ def price(
             memory_margin=0.0,
             precision=layer_precision(chosen),
             imbalance=imbalance,
+            engine=replace(runs_it, refuse=NATIVE.refuse),
             levers=levers,
         )
         settings = Settings(

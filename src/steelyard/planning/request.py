@@ -248,7 +248,7 @@ def make_request(
     profile: GivenProfiles | None = None,
     own: Any = None,
     freeze: Sequence[str] = (),
-    engine: str | None = None,
+    engine: str | Engine | None = None,
     levers: Mapping[str, str | None] | None = None,
     **asked: Any,
 ) -> PlanRequest:
@@ -283,7 +283,7 @@ def make_request(
         read_chain,
         partial(_num_bytes, memory),
         partial(_read_if_one, profile, cluster),
-        lambda: NATIVE if engine is None else engine_of(engine),
+        lambda: engine_of(engine or NATIVE.name) if not isinstance(engine, Engine) else engine,
         lambda: Levers.of({name: text for name, text in (levers or {}).items() if name not in searched}),
     ]
     if isinstance(model, Mapping) or (isinstance(model, str | Path) and os.path.exists(model)):  # splits take seconds
