@@ -686,6 +686,16 @@ def test_deepspeed_itself_reads_its_file(tmp_path: Path) -> None:
     assert PRESETS.items() <= ast.literal_eval(presets).items()
 
 
+def test_deepspeed_says_which_transformers_its_experts_need_while_the_installed_one_fails() -> None:
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    with pytest.raises(TypeError):
+        _CAN_RECORD_REGISTRY.get("model", None)  # as AutoEP's presets/base.py calls it
+    needed = "with transformers 5.16: AutoEP fails"
+    assert needed in text_of(divided_experts("mixtral-8x22b", ep=8, num_layers=56), "deepspeed", ".json")
+    assert needed not in text_of(FSDP, "deepspeed", ".json")
+
+
 # launch files
 
 

@@ -48,6 +48,10 @@ _SCALED = {
 }
 """fp16 with a dynamic loss scale (0), as in torch's `GradScaler`; the run ends below a scale of 1."""
 _OPTIMIZERS = {"adamw-8bit": "bitsandbytes.optim.AdamW8bit", "sgd": "torch.optim.SGD"}
+_OLDER = (
+    "with transformers 5.16: AutoEP fails with 5.23, whose registry of recorded outputs takes no default "
+    "(transformers/utils/output_capturing.py)"
+)
 CAPABILITIES = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp", "fsdp+ep", "fsdp+tp+ep"),
@@ -74,6 +78,8 @@ def _write(request: Request) -> Draft:
     if (word := str(levers.value(Optimizer))) in _OPTIMIZERS:
         content["zero_allow_untested_optimizer"] = True
         usage.append(f"in train.py: deepspeed.initialize(..., optimizer=...), which is {_OPTIMIZERS[word]}")
+    if "expert_parallel" in content:
+        usage.append(_OLDER)
     usage += peft.model_usage(levers, view.precision)
     return Draft(
         files=(("ds_config.json", json.dumps(content)), *peft.model_files(levers, view.precision)),

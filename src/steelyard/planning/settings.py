@@ -37,8 +37,8 @@ def usual_zero(engine: Engine, *, is_piped: bool) -> int:
 def price_settings(request: PlanRequest, engine: Engine, precision: Precision, settings: Settings) -> tuple[Plan, Job]:
     """Return the plan of settings with its price under an engine, and its job.
 
-    ``request`` is for this engine or for our own runtime. Optimizer states are replicated for ``zero`` 0, even if the engine shards them
-    by itself. Raises `UserError` as `plan_of_settings`.
+    ``request`` is for this engine or for our own runtime. Optimizer states are replicated for ``zero`` 0, even if the
+    engine shards them by itself. Raises `UserError` as `plan_of_settings`.
     """
     check_levers(request.levers, request.chain, engine)
     states = engine.execution.states
