@@ -524,6 +524,13 @@ def test_accelerate_launch_takes_every_key_as_an_option(tmp_path: Path) -> None:
     assert set(config.fsdp_config) | set(config.parallelism_config) <= options
 
 
+def test_accelerate_is_told_to_keep_no_cache_beside_recomputed_shards() -> None:
+    told = "model.config.use_cache = False"
+    assert told in text_of(FSDP, "accelerate", ".yaml")
+    assert told not in text_of(uniform("fsdp8", devices=8), "accelerate", ".yaml")
+    assert told not in text_of(uniform("dp8", devices=8, remat="full"), "accelerate", ".yaml")
+
+
 def test_accelerate_is_given_no_tp_while_it_imports_what_transformers_does_not_have() -> None:
     from accelerate import Accelerator
     from transformers.integrations import tensor_parallel
@@ -593,6 +600,27 @@ def test_transformers_divides_experts_of_types_that_it_has_a_plan_for() -> None:
     assert known is not None
     assert planned <= known
     assert all("ep_dispatch_experts" in (ep_plan(AutoConfig.for_model(each)) or {}).values() for each in known)
+
+
+def test_transformers_divides_no_matrices_of_types_that_it_has_no_plan_for() -> None:
+    from transformers import AutoConfig
+
+    types = {chain.family.model_type for chain in map(load_model, model_names())}
+    never = ENGINES["transformers"].capabilities.never_divided
+    assert {each for each in types if not AutoConfig.for_model(each).base_model_tp_plan} <= never
+    assert not any(AutoConfig.for_model(each).base_model_tp_plan for each in never)
+    plan = uniform("fsdp4-tp2", devices=8, model="gpt-oss-20b")
+    assert unsupported(plan, ENGINES["transformers"].capabilities) == ("tp in a model of type gpt_oss",)
+
+
+@pytest.mark.parametrize("name", ["accelerate", "transformers", "deepspeed"])
+@pytest.mark.parametrize(("model", "seq_len"), [("bert-base", 512), ("t5-base", 512), ("vit-base", 197)])
+def test_trainers_on_accelerate_shard_no_models_but_decoders(name: str, model: str, seq_len: int) -> None:
+    sharded, copied = (uniform(each, devices=8, model=model, seq_len=seq_len) for each in ("fsdp8", "dp8"))
+    means = ENGINES[name].capabilities
+    type_name = sharded.chain().family.model_type
+    assert unsupported(sharded, means) == (() if name == "deepspeed" else (f"fsdp in a model of type {type_name}",))
+    assert unsupported(copied, means) == ()
 
 
 def ep_plan(config: Any) -> dict[str, str] | None:

@@ -2,7 +2,9 @@
 
 Names are those of accelerate 1.15.0 (``commands/config/config_args.py``, ``parallelism_config.py``). It has no
 pipelines for a trainer and no selective remat. Its tp fails with transformers 5.16.1 and 5.23.0, which no longer have
-the `ReplicateParallel` that its `Accelerator._prepare_tp` imports.
+the `ReplicateParallel` that its `Accelerator._prepare_tp` imports. Its FSDP2 (``utils/fsdp_utils.py``) groups the
+embedding, the final norm and the head of decoders. In most other models it shards a parameter twice, which torch
+refuses: embeddings beside positions (BERT, ViT) or shared by encoder and decoder (T5).
 """
 
 from typing import Any
@@ -23,12 +25,15 @@ from steelyard.engines.writing import (
     refuse_as_transformers,
 )
 from steelyard.levers.optimizer import Optimizer
+from steelyard.model.family import Task
 from steelyard.plan.strategy import Remat
 from steelyard.units import format_plural
 
+SHARDED_TASKS = frozenset({Task.CAUSAL_LM, Task.IMAGE_TEXT})
 CAPABILITIES = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of("dp", "fsdp", "dp+fsdp"),
+    sharded_tasks=SHARDED_TASKS,
     modes={"zero": frozenset({2, 3})},
     why_not={"tp": "which fails in accelerate with transformers 5: plan and export for transformers"},
     remats=frozenset({Remat.NONE, Remat.FULL}),
@@ -60,8 +65,9 @@ def _write(request: Request) -> Draft:
     ]
     if view.fsdp > 1:
         left_out += kept_gathered(request)
-    elif view.remat is Remat.FULL:
-        usage.append("in train.py: model.gradient_checkpointing_enable()")
+    if view.remat is Remat.FULL:
+        recomputed = "model.config.use_cache = False (recomputed blocks would add to the cache again)"
+        usage.append(f"in train.py: {recomputed if view.fsdp > 1 else 'model.gradient_checkpointing_enable()'}")
     usage += peft.model_usage(levers, view.precision)
     if (word := str(levers.value(Optimizer))) in OPTIMIZERS:
         usage.append(f"in train.py: the optimizer is {OPTIMIZERS[word]}")

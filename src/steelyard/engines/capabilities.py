@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from steelyard.levers import Levers
 from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.family import Task
 from steelyard.plan.dimensions import Value, dimension_named, modes
 from steelyard.plan.dimensions.dimension import Dimension, Divides, Mode
 from steelyard.plan.plan import Plan
@@ -53,6 +54,8 @@ class Capabilities:
     """Model types whose experts may be divided; None: all."""
     never_divided: frozenset[str] = frozenset()
     """Model types whose matrices tensor parallelism never divides."""
+    sharded_tasks: frozenset[Task] | None = None
+    """Tasks of the models whose states may be sharded; None: all."""
     why_not: Mapping[str, str] = field(default_factory=dict)
     """Reasons, beyond lack of support, why a layer cannot use a dimension, by the dimension's name."""
     remats: frozenset[Remat] = frozenset()
@@ -86,6 +89,8 @@ class Capabilities:
             return f"ep in a model of type {model_type}"
         if strategy.tensor_degree > 1 and model_type in self.never_divided:
             return f"tp in a model of type {model_type}"
+        if strategy.state_shards > 1 and self.sharded_tasks is not None and chain.family.task not in self.sharded_tasks:
+            return f"fsdp in a model of type {model_type}"
         return None
 
     def allowed(self, mode: Mode, *, is_piped: bool) -> frozenset[Value]:

@@ -106,14 +106,15 @@ def _refusals(plan: Plan, chain: ModelChain) -> Iterator[tuple[str, str, str]]:
         known = f"a plan with only {', '.join(sorted(DIMENSIONS))}"
         yield f"a plan with {', '.join(others)}", known, f"plan with --space paper, or {train}"
     divided = {chain.type_of(layer) for layer, strategy in enumerate(plan.strategies) if strategy.tensor_degree > 1}
-    reasons = (_why_not(chain), *(_why_no_tp(chain.family.styles(layer_type)) for layer_type in divided))
-    for reason in filter(None, reasons):
+    named = f"{chain.name} ({chain.family.model_type})"
+    if reason := _why_not(chain):
         yield (
-            f"{chain.name} ({chain.family.model_type}){reason}",
-            "a model of token ids or image classes, with one hidden state between blocks and at most one "
-            "encoder output; experts without tp",
+            named + reason,
+            "a model of token ids or image classes, one hidden state between blocks and at most one encoder output",
             f"{train}, or --to torchrun for a script that starts it",
         )
+    for reason in filter(None, (_why_no_tp(chain.family.styles(layer_type)) for layer_type in divided)):
+        yield named + reason, "a plan without tp in these layers", f"plan with --max-tp 1, or {train}"
 
 
 def other_export(chain: ModelChain) -> str:

@@ -8,7 +8,7 @@ Hybrid sharding without tp or ep is accelerate's (its `ParallelismConfig`, which
 from typing import Any
 
 from steelyard.engines import peft
-from steelyard.engines.accelerate import GATHERED_TAIL, kept_gathered
+from steelyard.engines.accelerate import GATHERED_TAIL, SHARDED_TASKS, kept_gathered
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution
@@ -29,11 +29,19 @@ CAPABILITIES = Capabilities(
     shares_heads=False,  # reshaping a part of a head fails in their tp plans
     experts_within_shards=True,
     experts_of=frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"}),
+    never_divided=frozenset(
+        {
+            *("bart", "bert", "bitnet", "bloom", "codegen", "dbrx", "diffllama", "electra", "falcon", "falcon_h1"),
+            *("gpt2", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "hunyuan_v1_dense", "jetmoe", "lfm2", "mpt", "opt"),
+            *("persimmon", "roberta", "stablelm", "t5", "vit", "whisper", "xglm"),
+        }
+    ),
+    sharded_tasks=SHARDED_TASKS,
     remats=frozenset({Remat.NONE, Remat.FULL}),
 )
 """Plans of one strategy. A model with tp or ep shards itself (`DistributedConfig`), which frees the parameters of every
 block after forward. Experts are divided in models whose config has a ``base_model_ep_plan``; a model without one would
-train undivided."""
+train undivided. tp needs a ``base_model_tp_plan``, which the types that are never divided lack."""
 
 
 def _write(request: Request) -> Draft:
