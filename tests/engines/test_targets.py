@@ -685,12 +685,16 @@ for path in sys.argv[1:]:
     if config.expert_parallel_config.enabled:
         validate_autoep_config(config.expert_parallel_config, 8, 1, tp, 1, zero_stage=config.zero_optimization_stage)
     print(config.zero_optimization_stage, config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu)
+from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
+print(SUPPORTED_STYLES)
 print({each: name for name, preset in PRESET_MODELS.items() for each in preset.hf_model_types})
 """
 
 
 @pytest.mark.slow
 def test_deepspeed_itself_reads_its_file(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
     pytest.importorskip("deepspeed", exc_type=ImportError)
     experts = {"model": "mixtral-8x22b", "num_layers": 56}
     plans = {
@@ -698,7 +702,6 @@ def test_deepspeed_itself_reads_its_file(tmp_path: Path) -> None:
         "tp": uniform("fsdp4-tp2", devices=8),
         "fp16": FP16,
         "ep": divided_experts(**experts, ep=8),
-        "tp and ep": divided_experts(**experts, ep=4, parallel="fsdp4-tp2"),
     }
     for name, plan in plans.items():
         (tmp_path / f"{name}.json").write_text(text_of(plan, "deepspeed", ".json"))
@@ -709,9 +712,14 @@ def test_deepspeed_itself_reads_its_file(tmp_path: Path) -> None:
         check=False,
         timeout=HANG_LIMIT_S,
     )
-    *read, presets = finished.stdout.splitlines()[-6:]
-    assert read == ["3 4 2", "3 4 4", "3 4 2", "3 4 2", "3 4 4"], finished.stderr
+    *read, styles, presets = finished.stdout.splitlines()[-6:]
+    assert read == ["3 4 2", "3 4 4", "3 4 2", "3 4 2"], finished.stderr
     assert PRESETS.items() <= ast.literal_eval(presets).items()
+    never = ENGINES["deepspeed"].capabilities.never_divided
+    types = {chain.family.model_type for chain in map(load_model, model_names())}
+    planned = {each: {*(AutoConfig.for_model(each).base_model_tp_plan or {}).values()} for each in types | never}
+    refused = {each for each, plan in planned.items() if plan - ast.literal_eval(styles)}
+    assert refused == never - {"falcon", "gpt2"}
 
 
 def test_deepspeed_says_which_transformers_its_experts_need_while_the_installed_one_fails() -> None:
@@ -903,18 +911,24 @@ def test_accelerate_says_that_it_cannot_divide_experts() -> None:
     assert any("ep" in reason for reason in unsupported(plan, ENGINES["accelerate"].capabilities))
 
 
-@pytest.mark.parametrize(("parallel", "ep", "ranks"), [("fsdp8", 4, 4), ("fsdp4-tp2", 4, 8), ("fsdp4-tp2", 1, 2)])
-def test_deepspeed_divides_whole_experts_over_the_ranks_of_ep_and_tp(parallel: str, ep: int, ranks: int) -> None:
-    plan = divided_experts("mixtral-8x22b", ep=ep, num_layers=56, parallel=parallel)
+def test_deepspeed_divides_whole_experts_over_the_ranks_of_ep() -> None:
+    plan = divided_experts("mixtral-8x22b", ep=4, num_layers=56)
     assert unsupported(plan, ENGINES["deepspeed"].capabilities) == ()
     content = json.loads(text_of(plan, "deepspeed", ".json"))["expert_parallel"]
-    assert content == {"enabled": True, "autoep_size": ranks, "preset_model": "mixtral"}
+    assert content == {"enabled": True, "autoep_size": 4, "preset_model": "mixtral"}
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x22b", "phi-3-mini", "olmo2-7b", "glm-4-9b-0414"])
+def test_deepspeed_divides_no_matrices_of_types_that_it_refuses(model: str) -> None:
+    plan = uniform("fsdp4-tp2", devices=8, model=model)
+    reason = f"tp in a model of type {plan.chain().family.model_type}"
+    assert reason in unsupported(plan, ENGINES["deepspeed"].capabilities)
 
 
 def test_deepspeed_divides_no_experts_that_it_has_no_preset_for() -> None:
     plan = divided_experts("olmoe-1b-7b", ep=8, num_layers=16)
     assert "ep in a model of type olmoe" in unsupported(plan, ENGINES["deepspeed"].capabilities)
-    whole = divided_experts("olmoe-1b-7b", ep=1, num_layers=16, parallel="fsdp4-tp2")
+    whole = divided_experts("olmoe-1b-7b", ep=1, num_layers=16)
     assert unsupported(whole, ENGINES["deepspeed"].capabilities) == ()
     assert "expert_parallel" not in json.loads(text_of(whole, "deepspeed", ".json"))
 

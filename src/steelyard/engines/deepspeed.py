@@ -3,9 +3,11 @@
 Names are those of DeepSpeed 0.19.8 (``runtime/config.py``, ``runtime/zero/config.py``,
 ``runtime/tensor_parallel/config.py``, ``runtime/activation_checkpointing/config.py``,
 ``module_inject/auto_ep_config.py``). AutoEP replaces the experts of models that it has a preset for
-(``module_inject/auto_ep_presets``); the ranks of tp divide whole experts, too. DeepSpeed's pipelines require the model
-as a ``PipelineModule``, which a JSON file cannot make of a Hugging Face model. Hybrid sharding no longer exists: MiCS
-is removed, and the groups of ZeRO++ hold a second copy of parameters that stay sharded over all ranks.
+(``module_inject/auto_ep_presets``). AutoTP refuses GPT-2, fails in Falcon, and refuses types whose tp plan in
+transformers has styles that ``module_inject/tp_plan_converter.py`` lacks, those of fused matrices and of experts.
+DeepSpeed's pipelines require the model as a ``PipelineModule``, which a JSON file cannot make of a Hugging Face model.
+Hybrid sharding no longer exists: MiCS is removed, and the groups of ZeRO++ hold a second copy of parameters that stay
+sharded over all ranks.
 
 Adapters are peft's, which the training script puts into the model. ZeRO flattens parameters; their number need not be a
 multiple of the block size of torchao's moments. bitsandbytes' take any number (``zero_allow_untested_optimizer``).
@@ -54,9 +56,16 @@ _OLDER = (
 )
 CAPABILITIES = Capabilities(
     mixes_layers=False,
-    dimensions=dimensions_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp", "fsdp+ep", "fsdp+tp+ep"),
+    dimensions=dimensions_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp", "fsdp+ep"),
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False}), "ep": frozenset(DEGREE.texts)},
     experts_of=frozenset(PRESETS),
+    never_divided=frozenset(
+        {
+            *PRESETS,
+            *("ernie4_5_moe", "falcon", "glm", "glm4", "glm4_moe", "gpt2", "granitemoe", "hunyuan_v1_moe", "jamba"),
+            *("minimax_m2", "nemotron_h", "olmo2", "olmo3", "olmoe", "phi3", "phimoe", "qwen3_next"),
+        }
+    ),
     remats=frozenset({Remat.NONE, Remat.FULL}),
 )
 
@@ -66,7 +75,7 @@ def _write(request: Request) -> Draft:
     levers = request.plan.chosen_levers
     left_out = {
         "optimizer, data and initial weights: set by the training script": True,
-        "which matrices are divided: DeepSpeed's AutoTP decides, not the model's own tp plan": view.tp > 1,
+        "which matrices are divided: DeepSpeed's AutoTP decides": view.tp > 1,
         f"which rank reads which samples: give the {view.tp} ranks of a tp group the same samples": view.tp > 1,
     }
     usage = [
