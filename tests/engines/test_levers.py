@@ -146,6 +146,7 @@ def test_an_export_says_its_levers_and_what_is_not_the_same() -> None:
         ("accelerate", ".yaml", "fsdp_offload_params: true"),
         ("axolotl", ".yaml", "offload_params: true"),
         ("deepspeed", ".json", '"offload_param"'),
+        ("deepspeed", ".json", "the optimizer is deepspeed.ops.adam.DeepSpeedCPUAdam"),
         ("transformers", ".py", "'cpu_offload': True"),
     ],
 )

@@ -89,6 +89,10 @@ def _write(request: Request) -> Draft:
         usage.append(f"in train.py: deepspeed.initialize(..., optimizer=...), which is {_OPTIMIZERS[word]}")
     if "expert_parallel" in content:
         usage.append(_OLDER)
+    if view.on_host:
+        usage.append(
+            "in train.py: the optimizer is deepspeed.ops.adam.DeepSpeedCPUAdam (others are refused beside offload)"
+        )
     usage += peft.model_usage(levers, view.precision)
     return Draft(
         files=(("ds_config.json", json.dumps(content)), *peft.model_files(levers, view.precision)),
