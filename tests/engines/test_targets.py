@@ -531,6 +531,12 @@ def test_accelerate_is_told_to_keep_no_cache_beside_recomputed_shards() -> None:
     assert told not in text_of(uniform("dp8", devices=8, remat="full"), "accelerate", ".yaml")
 
 
+def test_accelerate_is_told_which_routers_its_loading_leaves_out() -> None:
+    told = "for routers with buffers, as in DeepSeek-V3: fsdp_cpu_ram_efficient_loading: false"
+    assert told in text_of(uniform("fsdp8", devices=8, model="mixtral-8x7b"), "accelerate", ".yaml")
+    assert told not in text_of(FSDP, "accelerate", ".yaml")
+
+
 def test_accelerate_is_given_no_tp_while_it_imports_what_transformers_does_not_have() -> None:
     from accelerate import Accelerator
     from transformers.integrations import tensor_parallel

@@ -104,8 +104,9 @@ def small_plan(*stages: str, **options: Any) -> Plan:
 )
 def test_whole_matrices_under_what_divides_them_are_refused_in_plans(word: str, strategy: str, reason: str) -> None:
     levers = {"optimizer": word}
-    with pytest.raises(InvalidPlanError, match=reason):
+    with pytest.raises(InvalidPlanError, match=reason) as refused:
         small_plan(f"dp2, {strategy}, dp2, dp2", levers=levers)
+    assert refused.value.hint == f"change the strategy, or leave out optimizer {word}"
     assert small_plan("dp2, dp2, dp2 remat=full, dp2", levers=levers).chosen_levers.value(Optimizer).word == word
 
 

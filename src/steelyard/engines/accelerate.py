@@ -50,6 +50,9 @@ _TIED = (
     "freeing the tied matrix: embedding, final norm and head are one FSDP unit, gathered from the first use "
     "in the forward pass to the last use in the backward pass"
 )
+_BUFFERS = (
+    "for routers with buffers, as in DeepSeek-V3: fsdp_cpu_ram_efficient_loading: false (it reads parameters alone)"
+)
 GATHERED_TAIL = "freeing the head after the forward pass: head and final norm stay gathered until the backward pass"
 
 
@@ -65,6 +68,8 @@ def _write(request: Request) -> Draft:
     ]
     if view.fsdp > 1:
         left_out += kept_gathered(request)
+        if view.has_experts:
+            usage.append(_BUFFERS)
     if view.remat is Remat.FULL:
         recomputed = "model.config.use_cache = False (recomputed blocks would add to the cache again)"
         usage.append(f"in train.py: {recomputed if view.fsdp > 1 else 'model.gradient_checkpointing_enable()'}")

@@ -463,13 +463,16 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
                     hint="change a degree, or the ranks of the stage",
                 )
             for layer_type in {chain.layers[layer] for layer in range(run.layers[0], run.layers[1] + 1)}:
-                reason = levers.refusal(strategy) or illegal_reason(chain.layer_types[layer_type], strategy, plan.batch)
+                of_lever = levers.refusal(strategy)
+                reason = of_lever or illegal_reason(chain.layer_types[layer_type], strategy, plan.batch)
                 if reason is not None:
                     raise InvalidPlanError(
                         field=f"{where}.parallel",
                         found=f"{strategy} for the {chain.layer_types[layer_type].plain_name} layers",
                         expected=f"a strategy that the layer allows: {reason}",
-                        hint="change the degree, num_microbatches or global_batch",
+                        hint=f"change the strategy, or leave out {levers}"
+                        if of_lever
+                        else "change the degree, num_microbatches or global_batch",
                     )
 
 
