@@ -4,7 +4,7 @@ Names are those of accelerate 1.15.0 (``commands/config/config_args.py``, ``para
 pipelines for a trainer and no selective remat. Its tp fails with transformers 5.16.1 and 5.23.0, which no longer have
 the `ReplicateParallel` that its `Accelerator._prepare_tp` imports. Its FSDP2 (``utils/fsdp_utils.py``) groups the
 embedding, the final norm and the head of decoders. In most other models it shards a parameter twice, which torch
-refuses: embeddings beside positions (BERT, ViT) or shared by encoder and decoder (T5).
+refuses: embeddings in one module with positions (BERT, ViT) or shared by encoder and decoder (T5).
 """
 
 from typing import Any

@@ -91,7 +91,7 @@ def _write(request: Request) -> Draft:
         usage.append(_OLDER)
     if view.on_host:
         usage.append(
-            "in train.py: the optimizer is deepspeed.ops.adam.DeepSpeedCPUAdam (others are refused beside offload)"
+            "in train.py: the optimizer is deepspeed.ops.adam.DeepSpeedCPUAdam (with offload others are refused)"
         )
     usage += peft.model_usage(levers, view.precision)
     return Draft(
