@@ -28,7 +28,8 @@ from steelyard.modules.updates import local_part
 
 IMPLEMENTATION = "steelyard"
 MATRICES = ("gate_up_proj", "up_proj", "down_proj")
-"""Names of stacked matrices [E, A, B]."""
+STACKED_DIMS = 3
+"""Names of stacked matrices [E, A, B], and their number of dims."""
 _ALIGNED = 8
 """Numbers in bf16 of which PyTorch's kernel needs whole multiples in a row (16 B)."""
 ADDED = "added"

@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 from steelyard.errors import InvalidModelError
 from steelyard.levers.quantized_base import QuantizedBase
 from steelyard.model.chain import ModelChain
-from steelyard.modules.experts import MATRICES, grouped_product, routed_experts
+from steelyard.modules.experts import MATRICES, STACKED_DIMS, grouped_product, routed_experts
 
 BLOCK, SCALES_BLOCK, BYTE_BLOCK = 64, 256, 256
-_STACKED_DIMS = 3
 PARTS = ("codes", "scales", "scales_of_scales", "offset")
 """Saved tensors of a layer's weights."""
 
@@ -186,7 +185,7 @@ def _quantize_experts(lever: QuantizedBase, module: nn.Module) -> None:
     owners = [owner for experts in routed_experts(module) for owner in experts.modules()]  # also those in adapters
     for owner, name in product(owners, MATRICES):
         weight = owner._parameters.get(name)
-        if weight is not None and weight.ndim == _STACKED_DIMS:
+        if weight is not None and weight.ndim == STACKED_DIMS:
             del owner._parameters[name]
             owner.register_module(name, QuantizedExperts(weight, lever.bits))
 

@@ -24,11 +24,11 @@ from transformers.pytorch_utils import Conv1D
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.levers.train import ALL_LINEAR, LORA, Train
 from steelyard.model.chain import ModelChain
+from steelyard.modules.experts import STACKED_DIMS
 from steelyard.modules.levers.quantized_base import PARTS, Quantized
 from steelyard.modules.prepared import store_together
 
 _MOST_NAMED = 24
-_STACKED_DIMS = 3
 _STRIDE = 1_000_033
 _NAME = "default"
 """Peft's name for the adapters of a model with one set of them, part of the name of each of their parameters."""
@@ -72,7 +72,7 @@ def config_of(lever: Train, model: PreTrainedModel) -> Any:
             raise _refused(key, f"a setting of {config_class.__name__}: {', '.join(fields)}", nearest(key, fields))
         is_list = "list" in fields[name].lower() and text not in ("true", "false")
         values[name] = [_scalar(each) for each in text.split("+")] if is_list else _scalar(text)
-    stacked = [name for name, each in model.named_parameters() if each.ndim == _STACKED_DIMS]
+    stacked = [name for name, each in model.named_parameters() if each.ndim == STACKED_DIMS]
     for target in values.get("target_parameters") or ():
         if not any(f".{name}".endswith(f".{target}") for name in stacked):
             names = sorted({".".join(name.split(".")[-3:]) for name in stacked})
@@ -329,18 +329,20 @@ def fill_added(
     if not any(_BASES[0] in each._modules for each in taken.values()):
         config.target_modules = "dummy-target-modules"  # copies of modules alone, for which peft has this word
     quantized = {name: each for name, each in module.named_modules() if isinstance(each, Quantized)}
+    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in quantized}
     for name, each in quantized.items():
-        each.stand_in(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+        each.stand_in(owners[name], name.rpartition(".")[2])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed * _STRIDE + layer)
         root = _inject(lever, config, path, module, model.config.model_type)
     found: nn.Module = root.get_submodule(f"{_ROOT}.{path}")
     for name, each in quantized.items():
-        above, _, last = f"{name}.{_BASES[0]}".rpartition(".") if name in taken else name.rpartition(".")
-        owner = found.get_submodule(above)
-        owner = base_of(owner) if above in taken and name not in taken else owner
-        owner._parameters.pop(last, None)
-        owner.register_module(last, each)
+        last = name.rpartition(".")[2]
+        if name in taken:
+            found.set_submodule(f"{name}.{_BASES[0]}", each)
+        else:
+            owners[name]._parameters.pop(last, None)
+            owners[name].register_module(last, each)
     return found
 
 
