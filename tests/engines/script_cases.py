@@ -99,7 +99,7 @@ CASES: dict[str, Callable[[], Plan]] = {
     "swin": _plan(
         FAMILY_CONFIGS["swin"], "fsdp2, tp2, dp2 remat=full, fsdp2", "tp2, dp2, tp2", seq_len=64, schedule="gpipe"
     ),
-    "gpt2": _plan(_small("gpt2"), "tp2, dp2", "fsdp2 remat=full, tp2+sp"),
+    "gpt2": _plan(_small("gpt2"), "tp2+sp, dp2", "fsdp2 remat=full, tp2+sp"),
     **{
         name: _plan(_small(name), "fsdp2, dp2", "fsdp2 remat=full, dp2")
         for name in ("deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "olmoe-1b-7b")

@@ -138,7 +138,6 @@ def test_names_of_layers_are_counted_anew_behind_each_embedding():
     [
         ("vit", "embedding", "tp4", "no way is known to divide its modules"),
         ("bert", "embedding", "tp4+sp", "not proved"),
-        ("gpt2", "embedding", "tp4+sp", "learned positions"),
         ("mixtral", "block", "tp8", "attention heads"),
     ],
 )

@@ -82,7 +82,7 @@ CASES: dict[str, Case] = {
     "eight, qwen3, two stages": _case(
         "qwen3", "fsdp2-cp2, cp2-tp2+sp", "fsdp2-cp2+ulysses remat=full, cp2-tp2+sp", num_devices=8
     ),
-    "eight, gpt2, two stages": _case("gpt2", "fsdp2-cp2, cp2-tp2+sp", "cp4 remat=selective, fsdp2-cp2", num_devices=8),
+    "eight, gpt2, two stages": _case("gpt2", "cp2-tp2+sp, fsdp2-cp2", "cp4 remat=selective, fsdp2-cp2", num_devices=8),
     "eight, every level": _case(
         "llama",
         "dp2-cp2-tp2+sp, fsdp2-cp2-tp2, dp2-fsdp2-cp2 remat=selective, dp2-cp2-tp2, fsdp4-cp2",

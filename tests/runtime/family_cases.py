@@ -69,7 +69,7 @@ CASES: dict[str, Case] = {
     "mistral with a sliding window, two stages": _case("mistral", "fsdp2, fsdp2 remat=full", "tp2+sp, dp2"),
     "gpt_neox, one stage": _case("gpt_neox", "tp2-fsdp2, fsdp2-tp2+sp remat=full, tp4 remat=selective, fsdp4"),
     "gpt_neox, two stages": _case("gpt_neox", "dp2, tp2", "tp2+sp, fsdp2"),
-    "gpt2, one stage": _case("gpt2", "fsdp2-tp2, tp4+sp remat=selective, tp2-dp2, fsdp4"),
+    "gpt2, one stage": _case("gpt2", "fsdp2-tp2+sp, tp4+sp remat=selective, tp2-dp2, fsdp4"),
     "gpt2, two stages": _case("gpt2", "dp2, fsdp2", "tp2+sp remat=full, tp2"),
     "gemma, one stage": _case("gemma", "tp2-fsdp2+sp, tp4, fsdp2-tp2+sp remat=full, tp2-dp2"),
     "gemma2, one stage": _case("gemma2", "tp4+sp, dp2-tp2, tp2-fsdp2+sp remat=selective, fsdp4", num_steps=2),
@@ -116,7 +116,7 @@ CASES: dict[str, Case] = {
     "switch_transformers without a family, experts that no token of a rank chooses": _case(
         "switch_transformers", "fsdp2, fsdp2, fsdp2 remat=full", "dp2, fsdp2, fsdp2, fsdp2", num_steps=2
     ),
-    "gpt2, bf16": _case("gpt2", "dp2, tp2+sp", "fsdp2, tp2", precision="bf16", num_steps=2),
+    "gpt2, bf16": _case("gpt2", "tp2+sp, fsdp2", "tp2+sp, tp2", precision="bf16", num_steps=2),
     "gemma2, bf16": _case("gemma2", "fsdp2, tp2", "dp2, tp2+sp", precision="bf16"),
     "mixtral, bf16": _case("mixtral", "dp2, tp2", "fsdp2, tp2+sp", precision="bf16"),
     "bert, bf16": _case("bert", "dp2, tp2", "fsdp2, tp2", precision="bf16"),

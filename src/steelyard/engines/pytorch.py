@@ -34,6 +34,7 @@ STYLES: Mapping[str, str] = {
     "on_part": "sequence_local",
     "whole": "replicated_with_grad_allreduce",
     "vocabulary": "vocabulary",
+    "positions": "positions",
     "logits": "logits",
 }
 """Names in the script of the module styles that it has stock calls for, by the first word of the style."""

@@ -25,7 +25,6 @@ from steelyard.model.read import chain_from_config, config_hash
 from steelyard.model.small import small_config, structure_of, widths_of, with_entries, without_dropout
 from steelyard.model.split import ModelSplit, SplitLayerType
 from steelyard.modules.build import build_from_config, full_config, materialize_module, prepare_model, read_hub_config
-from steelyard.modules.called import POSITIONS
 from steelyard.modules.hub_kernels import as_reference
 from steelyard.modules.kept_splits import keep_split, kept_split
 from steelyard.modules.known_values import plain_token
@@ -59,7 +58,6 @@ IMAGE_NO_SP = "the places of an image are not divided"
 ENCODER_NO_SP = "two sequences flow along the decoder"
 LENGTH_NO_SP = "its states are of another length than the samples"
 STREAM_NO_SP = "what its blocks share is not divided by tokens"
-POSITIONS_NO_SP = "learned positions are added to whole sequences"
 
 
 def divided_types(
@@ -84,7 +82,7 @@ def divided_types(
             return undivided(layer_type, filter(None, [unread, *(reason for _, reason in ways)]))
         own = [reason for styles, reason in ways if block and block.follows(styles)]
         unproved = f"its own tp plan is not proved on two ranks: {'; '.join(dict.fromkeys(own))}" if all(own) else ""
-        styles, known = ways[-1][0], _no_sp(split, layer_type)
+        styles, known = ways[-1][0], _no_sp(split)
         no_sp = known or prove({layer_type.name: styles}, True)
         return layer_type.model_copy(
             update={
@@ -116,10 +114,8 @@ def no_cp(split: ModelSplit, layer_type: SplitLayerType, *, attention_drops: boo
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def _no_sp(split: ModelSplit, layer_type: SplitLayerType) -> str:
+def _no_sp(split: ModelSplit) -> str:
     """Return why a layer type cannot be sequence-parallel; empty if it is to be tried."""
-    if layer_type.role is LayerRole.EMBEDDING and any(step.startswith(POSITIONS) for step in split.embedding_calls):
-        return POSITIONS_NO_SP
     known = IMAGE_NO_SP if split.image else ENCODER_NO_SP if split.encoder else ""
     if split.encoder and split.encoder.encoded is None:
         known = IMAGE_NO_SP

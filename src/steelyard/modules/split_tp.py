@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from steelyard.model.family import KV_HEADS, QUERY_HEADS, LayerRole
 from steelyard.model.split import ModelSplit, SplitLayerType, is_below, is_below_any
+from steelyard.modules.called import POSITIONS
 from steelyard.modules.experts import routed_experts
 
 RANKS = 2
@@ -308,7 +309,9 @@ def _has_own(module: nn.Module) -> bool:
 def end_suppositions(
     model: PreTrainedModel, split: ModelSplit, layer_type: SplitLayerType, layer: int
 ) -> Iterator[Styles]:
-    """Yield the styles of a token table or of a projection to tokens; norms before it run on a part of the sequence."""
+    """Yield the styles of a token table or of a projection to tokens; norms before it, and rows of positions that are
+    added, are of a part of the sequence.
+    """
     styles: dict[str, str] = {}
     for name, path in ((name, path) for name, path in split.modules(layer).items() if path not in split.holders):
         module = model.get_submodule(path)
@@ -316,6 +319,8 @@ def end_suppositions(
             styles[name] = "vocabulary"
         elif isinstance(module, nn.Linear) and module.out_features == split.vocab_size:
             styles[name] = "logits"
+        elif POSITIONS + path in split.embedding_calls and layer_type.role is LayerRole.EMBEDDING:
+            styles[name] = "positions"
         elif layer_type.role is LayerRole.HEAD:
             owners = [path for path, each in module.named_modules() if _has_own(each)]
             styles |= {f"{name}.{path}".removesuffix("."): "on_part" for path in owners}

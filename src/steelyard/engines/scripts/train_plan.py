@@ -31,7 +31,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -105,6 +105,9 @@ class Plan:
                 rest = {key: value for key, value in run.items() if key not in ("layers", "parallel")}
                 self.strategies += [Strategy(levels, **rest)] * (run["layers"][1] + 1 - run["layers"][0])
             self.parts.append(range(first, len(self.strategies)))
+        for number, entry in enumerate(self.chain["layers"]):
+            if "positions" in self.chain["kinds"][entry["kind"]]["styles"].values():  # added to whole sequences here
+                self.strategies[number] = replace(self.strategies[number], sp=False)
         self.stage_size = self.stages[0]["ranks"][1] + 1 - self.stages[0]["ranks"][0]
         self.num_stages = len(self.stages)
         self.stage_of_part = [index % self.num_stages for index in range(len(self.parts))]
@@ -367,6 +370,8 @@ STYLES = {
     "sequence_local": lambda between, _: (
         tensor_parallel.SequenceParallel(use_local_output=True) if between.is_shard() else None
     ),
+    # a table of positions, which the model reads for the whole sequence (`Plan`)
+    "positions": lambda between, _: None,
     # norms of query and key [B, S, heads, width], of which each rank has some heads
     "replicated_with_grad_allreduce": lambda between, _: tensor_parallel.SequenceParallel(
         sequence_dim=2, use_local_output=True

@@ -25,6 +25,7 @@ where tensors enter and leave.
 | ``whole:NAMES:HEADS``            | in a region, computed identically on every rank; NAMES and HEADS as above        |
 | ``own_experts``                  | in a region, experts, divided by experts                                         |
 | ``on_part``                      | under sp, a module outside of regions, on this rank's part of the sequence       |
+| ``positions``                    | under sp, a table of positions, of whose rows this rank takes its part           |
 
 In a region all tensors are plain and every rank's gradients are parts of a sum, so sums of gradients are right whether
 a rank computes with parts or with whole tensors.
@@ -40,7 +41,13 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.utils.stateless import _reparametrize_module
 from transformers.pytorch_utils import Conv1D
 
@@ -315,6 +322,9 @@ STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "whole": lambda sp, numbers="", heads="": InRegion(_heads_dim(heads), numbers=numbers),
     "own_experts": lambda sp: OwnExperts(),
     "on_part": lambda sp: InRegion() if sp else None,
+    "positions": lambda sp: (
+        PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=between_blocks(sp)) if sp else None
+    ),
 }
 """Styles by the first word of their name, called with the words after its colons."""
 
