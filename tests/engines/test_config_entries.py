@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from steelyard.engines import engine_of
 from steelyard.engines.config_entries import DEFAULTS, NO_EFFECT, completed
-from steelyard.engines.megatron import model_flags
+from steelyard.engines.megatron_models import model_flags
 from steelyard.engines.torchtitan import changes_of, flavor_of
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
@@ -24,6 +24,7 @@ from tests.engines.examples import text_of, uniform
 from tests.engines.known import known_names
 
 MODELS = {
+    "gpt2": "gpt2",
     "llama": "llama3.1-8b",
     "mistral": "mistral-7b",
     "qwen2": "qwen2.5-7b",
@@ -67,7 +68,7 @@ def refusal(model: str, target: str, **changes: Any) -> str:
 def test_what_a_config_does_not_say_is_what_transformers_takes(model_type: str) -> None:
     known = AutoConfig.for_model(model_type)
     entries = known.to_dict()
-    entries |= entries.pop("rope_parameters")
+    entries |= entries.pop("rope_parameters", {})
     for key, value in DEFAULTS[model_type].items():
         if key in ("num_experts", "num_nextn_predict_layers", "qk_head_dim", "rope_interleave", "mlp_only_layers"):
             continue  # under another name there, or of no class that has a default
@@ -77,19 +78,26 @@ def test_what_a_config_does_not_say_is_what_transformers_takes(model_type: str) 
 
 
 OTHER_VALUES: Mapping[str, Any] = {
+    "activation_function": "relu",
+    "add_cross_attention": True,
     "attention_bias": True,
     "attention_dropout": 0.1,
+    "attn_pdrop": 0.2,
     "decoder_sparse_step": 2,
+    "embd_pdrop": 0.2,
     "first_k_dense_replace": 2,
     "head_dim": 64,
     "hidden_act": "gelu",
     "intermediate_size": 1024,
     "kv_lora_rank": 256,
+    "layer_norm_epsilon": 1e-3,
     "layer_types": ["sliding_attention"],
     "mlp_bias": True,
     "mlp_only_layers": [0],
     "moe_intermediate_size": 256,
     "n_group": 4,
+    "n_head": 16,
+    "n_inner": 1024,
     "n_routed_experts": 128,
     "n_shared_experts": 2,
     "norm_topk_prob": False,
@@ -99,6 +107,8 @@ OTHER_VALUES: Mapping[str, Any] = {
     "num_key_value_heads": 2,
     "num_local_experts": 16,
     "q_lora_rank": 768,
+    "reorder_and_upcast_attn": True,
+    "resid_pdrop": 0.2,
     "qk_head_dim": 128,
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 32,
@@ -107,6 +117,8 @@ OTHER_VALUES: Mapping[str, Any] = {
     "rope_parameters": {"rope_type": "linear", "rope_theta": 12345.0, "factor": 2.0},
     "routed_scaling_factor": 1.0,
     "router_jitter_noise": 0.1,
+    "scale_attn_by_inverse_layer_idx": True,
+    "scale_attn_weights": False,
     "sliding_window": 1024,
     "tie_word_embeddings": True,
     "topk_group": 2,
@@ -115,10 +127,12 @@ OTHER_VALUES: Mapping[str, Any] = {
 }
 NEVER_TRAINED = {"max_window_layers", "num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"}
 """Entries that no plan trains, or that have an effect only with a window or a switch."""
-SAID_ELSEWHERE = {"hidden_size", "num_hidden_layers", "use_sliding_window"}
+SAID_ELSEWHERE = {
+    *("hidden_size", "n_ctx", "n_embd", "n_layer", "n_positions", "num_hidden_layers", "use_sliding_window")
+}
 """Entries given by the chain of layers, or that only say whether there is a window."""
 TARGETS_OF = {
-    "megatron": ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
+    "megatron": ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
     "torchtitan": ("llama", "qwen3", "qwen3_moe", "deepseek_v3"),
 }
 
@@ -176,6 +190,18 @@ def bridged_chain(model_type: str) -> ModelChain:
         return chain
     config = {key: value for key, value in AutoConfig.for_model(model_type).to_dict().items() if value is not None}
     return replace(chain, config=config, family=replace(chain.family, model_type=model_type))
+
+
+def test_gpt2_is_megatrons_own_model() -> None:
+    """Its blocks have Megatron's default norm, biases and activation; targets that read a config do not know it."""
+    flags = flags_of("gpt2", seq_len=1024)
+    assert {"--position-embedding-type learned_absolute", "--normalization LayerNorm", "--hidden-dropout 0.1"} <= {
+        *flags
+    }
+    assert {"--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"}.isdisjoint(flags)
+    for target in ("megatron-bridge", "ms-swift"):
+        with pytest.raises(UserError, match="gpt2"):
+            model_flags(load_model("gpt2"), 1024, target=target)
 
 
 def test_megatron_gets_the_scaling_of_llama_3_1() -> None:

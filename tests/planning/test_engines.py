@@ -26,7 +26,7 @@ from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.request import make_request, request_of_plan
 from steelyard.planning.settings import Settings, plan_of_settings
 from steelyard.planning.variants import Study
-from steelyard.planning.why_not import refuse_impossible
+from steelyard.planning.why_not import left_out, refuse_impossible
 from steelyard.precision import Precision
 from steelyard.runtime.checks import check_engine
 
@@ -283,6 +283,24 @@ def test_a_dimension_that_an_engine_lacks_in_a_model_is_named() -> None:
     request = make_request("deepseek-v3", "1x8xh100-80gb", global_batch=8, seq_len=4096, engine="automodel")
     with pytest.raises(UserError, match="it has no tp in a model of type deepseek_v3"):
         plan_job(job_of(request), Decisions(pins=("tp=2",)))
+
+
+@pytest.mark.parametrize(("model", "is_odd"), [("gpt2-medium", True), ("gpt3-175b", False)])
+def test_a_dimension_that_only_the_ends_refuse_is_said_not_to_be_searched(model: str, is_odd: bool) -> None:
+    """No tp divides GPT-2's 50,257 tokens; GPT-3 has those that Megatron pads it to."""
+    job = job_of(make_request(model, "1x8xa100-80gb", global_batch=32, seq_len=1024, engine="megatron"))
+    said = [each for each in left_out(job, Decisions()) if each.startswith("tp,")]
+    assert (
+        said == ["tp, which megatron gives to all layers: tp 2 does not divide the 50257 vocabulary entries"] * is_odd
+    )
+
+
+@pytest.mark.slow
+def test_a_published_run_of_gpt3_is_priced_by_the_packaged_model() -> None:
+    """Korthikanti et al. 2022, table 5: 13.75 s on 64 A100 with tp 8, sp, 8 stages of 3 chunks, selective remat."""
+    job = job_of(make_request("gpt3-175b", "8x8xa100-80gb", global_batch=64, seq_len=2048, engine="megatron"))
+    published = Settings(tp=8, sp=True, pp=8, vpp=3, micro_batch=1, zero=1, remat=Remat.SELECTIVE)
+    assert with_price(plan_of_settings(job, published), job).prediction.step_time_s == pytest.approx(13.75, rel=0.1)
 
 
 def test_other_engines_stand_beside_a_plan_the_fastest_first() -> None:

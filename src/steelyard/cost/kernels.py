@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from steelyard.cost.decoder import DecoderShape, decoder_layer, linear_names
 from steelyard.cost.job import Job, layer_precision, tuned_over_experts
+from steelyard.engines.config_entries import completed
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Kernels
 from steelyard.precision import Precision
@@ -39,6 +40,8 @@ def _under(kernels: Kernels, job: Job, imbalance: float, slowdown: float) -> tup
     """Return the layers of the job's profile in closed form; empty if a layer does not have that form."""
     layer_types = {layer_type.name: layer_type for layer_type in job.chain.layer_types}
     shape, found, adapters = DecoderShape.of(job.chain, job.seq_len), [], job.effects.adapters
+    if completed(job.chain, job.seq_len).get("resid_pdrop"):
+        kernels = replace(kernels, dropout=True)
     if shape is None or (adapters and not adapters.targets <= {*linear_names(shape)}):
         return ()
     if adapters is None and any(layer_type.likeness for layer_type in layer_types.values()):

@@ -30,7 +30,11 @@ NO_EFFECT: Mapping[str, frozenset[str]] = {
         {"output_attentions", "output_hidden_states", "return_dict", "use_return_dict"}
     ),
     "for tasks other than language modelling": frozenset(
-        {"classifier_dropout", "finetuning_task", "id2label", "label2id", "num_labels", "problem_type"}
+        {
+            *("classifier_dropout", "finetuning_task", "id2label", "label2id", "num_labels", "problem_type"),
+            *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
+            "summary_use_proj",
+        }
     ),
     "initial weights, which every export leaves to the user": frozenset({"initializer_factor", "initializer_range"}),
     "the result is the same": frozenset({"chunk_size_feed_forward", "pretraining_tp", "torchscript"}),
@@ -56,6 +60,10 @@ _DENSE: Mapping[str, Any] = {
 _WINDOW: Mapping[str, Any] = {"use_sliding_window": False, "sliding_window": None}
 _ROUTED: Mapping[str, Any] = {"num_experts_per_tok": 8, ROUTER_LOSS: False, "router_aux_loss_coef": 0.001}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {
+        **{"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None},
+        **{"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "tie_word_embeddings": True},
+    },
     "llama": {**_DENSE, "attention_bias": False, "mlp_bias": False},
     "mistral": {**_DENSE, "num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {**_DENSE, **_WINDOW, "num_key_value_heads": 32},

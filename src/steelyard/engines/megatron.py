@@ -11,23 +11,20 @@ it requires ZeRO-3 inside.
 
 import ast
 import itertools
-import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from steelyard.engines.capabilities import Capabilities, block_layers, dimensions_of
-from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, refuse_entries
 from steelyard.engines.engine import Engine, Entries, FileSettings, Reader, Settings, options_in
 from steelyard.engines.execution import FUSED, Execution, Module, StateBytes
-from steelyard.engines.pytorch import other_export
+from steelyard.engines.megatron_models import Flags, model_flags
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import ROUTER_LOSS
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
 from steelyard.precision import SCALES_LOSS, Precision
@@ -84,8 +81,6 @@ FLAGS: Mapping[Precision, Sequence[str]] = {
 """Flags of each precision. By default Megatron keeps and reduces gradients in fp16 under fp16, and starts with a loss
 scale of 2^32."""
 _OF_RECIPE = {flags[-1].partition("-recipe ")[2]: precision for precision, flags in FLAGS.items() if flags}
-Flags = list[str]
-"""Options, each with its value after a space, which the script quotes."""
 
 
 def _refuse(chain: ModelChain, seq_len: int) -> None:
@@ -235,138 +230,6 @@ def remat_flags(view: UniformPlan, chain: ModelChain) -> Flags:
     method, count = ("uniform", 1) if view.remat_blocks is None else ("block", view.remat_blocks)
     return ["--recompute-granularity full", f"--recompute-method {method}", f"--recompute-num-layers {count}"]
 
-
-def model_flags(chain: ModelChain, seq_len: int, *, target: str = "megatron", others: Iterable[str] = ()) -> Flags:
-    """Return the flags of a model for ``seq_len`` tokens.
-
-    Raises `UserError` if Megatron cannot build the model. ``others`` are model types that ``target`` builds without
-    these flags.
-    """
-    family = _FAMILIES.get(chain.family.model_type)
-    if family is None:
-        raise UserError(
-            field="--to",
-            found=f"{target} for {chain.name} ({chain.family.model_type})",
-            expected="a model of " + ", ".join(sorted((*_FAMILIES, *others))),
-            hint=other_export(chain),
-        )
-    known, special = family
-    config = completed(chain, seq_len)
-    together = {"attention_bias": (config.get("mlp_bias", False),), "rope_theta": (round(config["rope_theta"]),)}
-    refuse_entries(target, chain, config, {**_COMMON, **known, **together})
-    heads = config["num_attention_heads"]
-    kv_heads = config["num_key_value_heads"] or heads
-    flags = [
-        "--use-mcore-models",
-        f"--num-layers {chain.num_layers - 2}",
-        f"--hidden-size {chain.hidden_size}",
-        f"--num-attention-heads {heads}",
-        f"--ffn-hidden-size {config['intermediate_size']}",
-        f"--max-position-embeddings {max(chain.max_seq_len, seq_len)}",
-        *_rope_flags(target, chain, config),
-        f"--attention-dropout {config['attention_dropout']:g}",
-        "--hidden-dropout 0",
-        "--normalization RMSNorm",
-        f"--norm-epsilon {config['rms_norm_eps']:g}",
-        "--swiglu",
-    ]
-    if kv_heads != heads:
-        flags += ["--group-query-attention", f"--num-query-groups {kv_heads}"]
-    if config["head_dim"]:
-        flags.append(f"--kv-channels {config['head_dim']}")
-    if not config["tie_word_embeddings"]:
-        flags.append("--untie-embeddings-and-output-weights")
-    if config[WINDOW] is not None:
-        flags.append(f"--window-size {config[WINDOW] - 1},0")
-    if not config.get("mlp_bias"):
-        flags.append("--disable-bias-linear")
-    return flags + special(config)
-
-
-def _rope_flags(target: str, chain: ModelChain, config: Mapping[str, Any]) -> Flags:
-    """Return the flags of the rotary embedding. Raises `UserError` if Megatron's GPT does not have the scaling."""
-    flags = ["--position-embedding-type rope", f"--rotary-base {config['rope_theta']:.0f}"]
-    scaling = dict(config.get(ROPE) or {"rope_type": "default"})
-    factor = scaling.pop("factor", 1.0)
-    if scaling == _LLAMA3_ROPE:
-        return [*flags, "--use-rope-scaling", f"--rope-scaling-factor {factor:g}"]
-    if scaling == {"rope_type": "linear"} and float(factor).is_integer():
-        return [*flags, f"--rotary-seq-len-interpolation-factor {factor:.0f}"]
-    if scaling == {"rope_type": "default"}:
-        return flags
-    raise UserError(
-        field="--to",
-        found=f"{target} for {chain.name}, whose config says {ROPE} = {json.dumps(config[ROPE])}",
-        expected=f"no scaling, linear scaling by a whole factor, or {json.dumps(_LLAMA3_ROPE)} with any factor",
-        hint=other_export(chain),
-    )
-
-
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""Constants of megatron-core's ``RotaryEmbedding``: only the factor is an argument."""
-
-
-def _mixtral(config: Mapping[str, Any]) -> Flags:
-    return _experts(config["num_local_experts"], config["intermediate_size"], config["num_hidden_layers"], config)
-
-
-def _qwen3_moe(config: Mapping[str, Any]) -> Flags:
-    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or []
-    sparse = [int(block not in dense and (block + 1) % step == 0) for block in range(config["num_hidden_layers"])]
-    where = [] if all(sparse) else [f"--moe-layer-freq {sparse}"]
-    whole = [] if config["norm_topk_prob"] else ["--moe-router-pre-softmax"]
-    experts = _experts(config["num_experts"], config["moe_intermediate_size"], sum(sparse), config)
-    return ["--qk-layernorm", *experts, *whole, *where]
-
-
-def _experts(count: int, width: int, layers: int, config: Mapping[str, Any]) -> Flags:
-    """Return the flags of dropless routed experts, with a balancing loss only if the config has one.
-
-    Megatron's loss is the sum over the ``layers``, each divided by the experts of a token; that of transformers is
-    computed over all layers.
-    """
-    top_k, balancing = config["num_experts_per_tok"], ["--moe-router-load-balancing-type none"]
-    if config[ROUTER_LOSS]:
-        coefficient = config["router_aux_loss_coef"] * top_k / layers
-        balancing = ["--moe-router-load-balancing-type aux_loss", f"--moe-aux-loss-coeff {coefficient:g}"]
-    return [
-        f"--num-experts {count}",
-        f"--moe-router-topk {top_k}",
-        f"--moe-ffn-hidden-size {width}",
-        *balancing,
-        "--moe-grouped-gemm",
-    ]
-
-
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-_COMMON: Known = {
-    **dict.fromkeys((*_SIZES, "head_dim", "vocab_size", "rms_norm_eps", "attention_dropout", ROPE), ANY),
-    **{"tie_word_embeddings": (False, True), "hidden_act": ("silu", "swish")},
-}
-"""Entries that the flags of every family carry. `model_flags` also requires the same biases in attention and MLP, and a
-whole base of the rotary embedding."""
-_ROUTED: Known = dict.fromkeys(("num_experts_per_tok", ROUTER_LOSS, "router_aux_loss_coef"), ANY)
-_FAMILIES: Mapping[str, tuple[Known, Callable[[Mapping[str, Any]], Flags]]] = {
-    "llama": ({"mlp_bias": (False, True)}, lambda config: []),
-    "mistral": ({WINDOW: ANY}, lambda config: []),
-    "qwen2": ({}, lambda config: ["--add-qkv-bias"]),
-    "qwen3": ({}, lambda config: ["--qk-layernorm"]),
-    "mixtral": ({**_ROUTED, "num_local_experts": ANY, WINDOW: ANY, "router_jitter_noise": (0,)}, _mixtral),
-    "qwen3_moe": (
-        {
-            **_ROUTED,
-            **dict.fromkeys(("num_experts", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"), ANY),
-            "norm_topk_prob": (False, True),
-        },
-        _qwen3_moe,
-    ),
-}
-"""Entries carried in addition to the common ones, and the function that writes them, by model type."""
 
 _RECOMPUTED: tuple[Module, ...] = ("layernorm", "moe_act", "mla_up_proj")
 """Modules of selective remat that take little time. Recomputing attention's core saves nothing with a flash kernel."""

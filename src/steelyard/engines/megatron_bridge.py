@@ -4,9 +4,10 @@ Names are those of the package megatron-bridge 0.3.1 and of NVIDIA-NeMo/Megatron
 ``training/config.py`` at 003e863, ``recipes/common.py`` at 0eca073, ``models/conversion/auto_bridge.py`` at 00b2fbf,
 ``training/mixed_precision.py`` at 0509780, ``training/flex_dispatcher_backend.py`` at 183c5c0).
 
-The bridge reads the config entries that `steelyard.engines.megatron` carries as flags, but not every version reads all
-of them: biases of every linear layer, windows, interpolated rotary embeddings, and the scoring and balancing of a
-router. The recipe sets these afterwards, by the same flags, and refuses the models that Megatron-LM's script refuses.
+The bridge reads the config entries that `steelyard.engines.megatron_models` carries as flags, but not every version
+reads all of them: biases of every linear layer, windows, interpolated rotary embeddings, and the scoring and balancing
+of a router. The recipe sets these afterwards, by the same flags, and refuses the models that Megatron-LM's script
+refuses, and GPT-2.
 Models for which that script has no flags here come from the bridges of 0.3.1 in ``models/deepseek``, ``models/glm`` and
 ``models/gpt_oss``: entries that these read are carried, others must have the values that they assume, and the recipe
 sets what transformers does otherwise (`_BRIDGED`).
@@ -25,6 +26,7 @@ from steelyard.engines import megatron
 from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, hub_config, refuse_entries
 from steelyard.engines.engine import Entries, FileSettings, Reader, Taken, literal, options_in
 from steelyard.engines.execution import StateBytes
+from steelyard.engines.megatron_models import model_flags
 from steelyard.engines.peft import refuse_kind, whole_if_so
 from steelyard.engines.writing import Draft, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
@@ -148,7 +150,7 @@ def _set_afterwards(chain: ModelChain, seq_len: int) -> dict[str, Any]:
         known, settings = _BRIDGED[model_type](config)
         refuse_entries("megatron-bridge", chain, config, {**_ROUTED, **known})
         return settings | {"make_vocab_size_divisible_by": 1, "moe_router_load_balancing_type": "none"}
-    flags = megatron.model_flags(chain, seq_len, target="megatron-bridge", others=_BRIDGED)
+    flags = model_flags(chain, seq_len, target="megatron-bridge", others=_BRIDGED)
     found = megatron.attributes([flag for flag in flags if flag.startswith(_SET_AFTERWARDS)])
     biases = {"add_bias_linear": "--disable-bias-linear" not in flags}
     return {_RENAMED.get(key, key): value for key, value in found.items()} | biases

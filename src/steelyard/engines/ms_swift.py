@@ -22,6 +22,7 @@ from steelyard.engines import megatron, peft
 from steelyard.engines.accelerate import kept_gathered
 from steelyard.engines.capabilities import dimensions_of
 from steelyard.engines.engine import options_in
+from steelyard.engines.megatron_models import model_flags
 from steelyard.engines.transformers import TRANSFORMERS
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan
 from steelyard.errors import UserError
@@ -41,7 +42,7 @@ def _write_megatron(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     chain = request.plan.chain()
     megatron.refuse_cut_token("ms-swift", chain, view.tp)
-    flags = megatron.model_flags(chain, view.seq_len)
+    flags = model_flags(chain, view.seq_len, target="ms-swift")
     lost = next((_LOST[option] for option in (flag.partition(" ")[0] for flag in flags) if option in _LOST), None)
     if lost is not None:
         raise UserError(

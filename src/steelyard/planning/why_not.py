@@ -4,7 +4,7 @@ Requirements that no strategy can meet, whatever the stages, are found by the di
 requirement is tried alone, then all together, with the smallest strategy that meets them.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
 from math import prod
@@ -250,6 +250,7 @@ def left_out(job: Job, decisions: Decisions) -> tuple[str, ...]:
             if reason and reason not in found and any(illegal_reason(each, strategy, batch) is None for each in blocks):
                 found[reason] = strategy
     said = [f"strategies such as {strategy}: {reason}" for reason, strategy in found.items()]
+    said += _left_by_ends(job, batch)
     for schedule in SCHEDULES.values() if any(config.pipeline.num_stages > 1 for config in configs) else ():
         if schedule.name in decisions.allowed_schedules and job.engine.capabilities.runs(schedule.name):
             is_everywhere = not schedule.why_not_everywhere or shares_cores(job)
@@ -259,6 +260,20 @@ def left_out(job: Job, decisions: Decisions) -> tuple[str, ...]:
     if job.global_batch > MOST_MICROBATCHES:
         said.append(f"more than {MOST_MICROBATCHES} microbatches")
     return tuple(said)
+
+
+def _left_by_ends(job: Job, batch: Batch) -> Iterator[str]:
+    """Yield the dimensions that every block allows but an engine of one strategy cannot use, because the embedding or
+    the head does not allow them."""
+    capabilities = job.engine.capabilities
+    for dimension in () if capabilities.mixes_layers else DIMENSIONS.values():
+        strategy = Strategy.of((Level(dimension=dimension, degree=2),), Remat.NONE) if dimension.is_level else None
+        if strategy is None or capabilities.refusal(strategy) is not None:
+            continue
+        reasons = {each: illegal_reason(each, strategy, batch) for each in job.chain.layer_types}
+        found = {each.role is LayerRole.BLOCK: reason for each, reason in reasons.items() if reason}
+        if [*found] == [False]:
+            yield f"{dimension.name}, which {job.engine.name} gives to all layers: {found[False]}"
 
 
 def samples_not_measured(job: Job, decisions: Decisions) -> NotSearched | None:
