@@ -294,6 +294,7 @@ for path, folder, name in json.loads(sys.argv[1]):
         "first": sum(each.numel() for each in layers.layers["0"].parameters()),
         "eps": [model.norm.eps, block.attention_norm.eps, block.ffn_norm.eps],
         "rope": block.attention.rope.scaling,
+        "factor": block.attention.rope.scaling_factor,
         "theta": block.attention.rope.theta,
         "compile": config.compile.enable,
         "float8": "Float8" in str(model),
@@ -305,9 +306,14 @@ FLAVORS = (
     "llama3.1-8b",
     "llama3-70b",
     "llama3-405b",
+    "llama3.2-1b",
+    "llama3.2-3b",
     "qwen3-0.6b",
+    "qwen3-4b",
+    "qwen3-8b",
     "qwen3-14b",
     "qwen3-30b-a3b",
+    "qwen3-235b-a22b",
     "deepseek-v3",
 )
 
@@ -334,6 +340,8 @@ def test_torchtitan_builds_the_model_of_the_config(tmp_path: Path) -> None:
         assert set(own["eps"]) == {config.rms_norm_eps}, model
         kinds = {"none": "default", "llama": "llama3", "yarn": "yarn"}
         assert kinds[own["rope"]] == config.rope_parameters["rope_type"], model
+        if own["rope"] == "llama":
+            assert own["factor"] == config.rope_parameters["factor"], model
         assert own["theta"] == config.rope_parameters["rope_theta"], model
         assert (own["compile"], own["float8"]) == (False, False), model
 

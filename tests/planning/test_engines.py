@@ -23,6 +23,7 @@ from steelyard.planning.complete import complete, engine_answers
 from steelyard.planning.frontier import memory_points
 from steelyard.planning.job import job_of
 from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.problem import pipeline_configs
 from steelyard.planning.request import make_request, request_of_plan
 from steelyard.planning.settings import Settings, plan_of_settings
 from steelyard.planning.variants import Study
@@ -241,6 +242,21 @@ def test_an_engine_without_what_was_decided_has_no_plan() -> None:
     decided = Decisions(num_stages=2, modes={"zero": (2,)}, max_degrees={"tp": 1})
     with pytest.raises(UserError, match="automodel, which has no strategy"):
         plan_job(job_under(llama(), ENGINES["automodel"]), decided)
+
+
+@pytest.mark.parametrize(("engine", "has_pipelines"), [("automodel", False), ("torchtitan", False), ("megatron", True)])
+def test_a_tied_head_stays_with_its_embedding_where_the_engine_asks_for_it(engine: str, has_pipelines: bool) -> None:
+    request = make_request("qwen3-4b", "1x4xa100-80gb", global_batch=32, seq_len=1024, engine=engine)
+    job = job_of(request)
+    assert any(each.pipeline.num_stages > 1 for each in pipeline_configs(job, Decisions())) == has_pipelines
+    settings = Settings(pp=2, micro_batch=1, zero=1)
+    if has_pipelines:
+        plan_of_settings(job, settings)
+        return
+    with pytest.raises(UserError, match="shares the embedding's matrix"):
+        plan_of_settings(job, settings)
+    with pytest.raises(UserError, match="shares the embedding's matrix"):
+        pipeline_configs(job, Decisions(num_stages=2))
 
 
 def test_next_best_plans_are_of_configs_in_which_one_strategy_is_legal() -> None:

@@ -55,6 +55,7 @@ CAPABILITIES = Capabilities(
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
     why_not={"dp": "which FSDP2 supports only together with fsdp"},
+    pipes_tied=False,  # components/distributed/pipelining/hf_utils.py, validate_hf_model_for_pipeline_support
     remats=frozenset(Remat),
     schedules=frozenset(
         each.name for each in SCHEDULES.values() if each.torchtitan_name is not None and not each.splits_backward

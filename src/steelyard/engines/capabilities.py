@@ -69,6 +69,15 @@ class Capabilities:
     schedules: frozenset[str] = frozenset()
     """Names of the pipeline schedules; empty if there are no pipelines. Pipelines may be cut anywhere."""
 
+    pipes_tied: bool = True
+    """Whether a head on another stage may share the embedding's matrix."""
+
+    def pipeline_refusal(self, chain: ModelChain) -> str | None:
+        """Return the part of a model that no pipeline of the framework may have, or None."""
+        ends = {LayerRole.EMBEDDING, LayerRole.HEAD}
+        tied = any(ends <= {chain.type_of(layer).role for layer, _ in each.copies} for each in chain.shared)
+        return "a head that shares the embedding's matrix" if tied and not self.pipes_tied else None
+
     def runs(self, schedule: str) -> bool:
         """Return whether stages may run this schedule."""
         return self.mixes_layers or schedule in self.schedules
@@ -176,6 +185,8 @@ def _reasons(plan: Plan, chain: ModelChain, capabilities: Capabilities) -> Itera
         yield f"stages of different numbers of devices ({', '.join(map(str, plan.stage_sizes))})"
     if plan.num_stages > 1 and not capabilities.schedules:
         yield f"a pipeline ({plan.num_stages} stages)"
+    elif plan.num_stages > 1 and (reason := capabilities.pipeline_refusal(chain)):
+        yield f"a pipeline ({plan.num_stages} stages) and {reason}"
     elif plan.num_stages > 1 and plan.schedule not in capabilities.schedules:
         yield f"the {plan.schedule} schedule"
     elif plan.num_stages > 1 and plan.pipeline.schedule.splits_backward:

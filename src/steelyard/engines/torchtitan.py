@@ -42,6 +42,7 @@ CAPABILITIES = Capabilities(
     experts_within_shards=True,
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
+    pipes_tied=False,  # models/common/decoder.py, update_from_config
     remats=frozenset(Remat),
     remats_split=frozenset({Remat.NONE}),  # a tenth of the speed with remat (torchtitan issue 773)
     levers_unsplit=frozenset({Float8.name}),  # its blocks are compiled, which torch cannot split (pytorch issue 161904)
@@ -54,6 +55,7 @@ _LLAMA3 = {
     **{"num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000, "rms_norm_eps": 1e-5},
     **{"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
 }
+_TIED = {"tie_word_embeddings": True}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -61,7 +63,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Scaling of every Llama 3 flavor. A configuration function can turn it off, the TOML cannot."""
+"""Scaling of every Llama 3 flavor. A configuration function can turn it off or change its factor, the TOML cannot."""
 _QWEN3 = {
     **{"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 1000000, "rms_norm_eps": 1e-6},
     **{"tie_word_embeddings": False, "attention_bias": False},
@@ -86,7 +88,9 @@ class _Flavor:
     name: str
     entries: Mapping[str, Any]
     rope: tuple[Mapping[str, Any] | None, ...] = (None,)
-    """Supported scalings of the rotary embedding, the flavor's own first."""
+    """Supported scalings of the rotary embedding, the flavor's own first; Llama 3's with any factor."""
+    like: str = ""
+    """Flavor with the configuration function that is used; its own if empty."""
     changes: tuple[str, ...] = ()
     """Lines of Python that set the values of ``entries`` in which the flavor differs."""
 
@@ -102,31 +106,53 @@ def _sizes(width: int, blocks: int, heads: int, ffn: int, **others: Any) -> dict
 
 _FLAVORS = (
     *(
-        _Flavor(model_type="llama", folder="llama3", name=name, entries=_LLAMA3 | sizes, rope=(_LLAMA3_ROPE, None))
-        for name, sizes in {
-            "8B": _sizes(4096, 32, 32, 14336),
-            "70B": _sizes(8192, 80, 64, 28672),
-            "405B": _sizes(16384, 126, 128, 53248),
-        }.items()
+        _Flavor(
+            model_type="llama",
+            folder="llama3",
+            name=name,
+            entries=_LLAMA3 | sizes,
+            rope=(_LLAMA3_ROPE, None),
+            like=like,
+        )
+        for name, sizes, like in (
+            ("1B", _sizes(2048, 16, 32, 8192, **_TIED), "8B"),
+            ("3B", _sizes(3072, 28, 24, 8192, **_TIED), "8B"),
+            ("8B", _sizes(4096, 32, 32, 14336), ""),
+            ("70B", _sizes(8192, 80, 64, 28672), ""),
+            ("405B", _sizes(16384, 126, 128, 53248), ""),
+        )
     ),
     *(
-        _Flavor(model_type="qwen3", folder="qwen3", name=name, entries=_QWEN3 | sizes)
-        for name, sizes in {
-            "0.6B": _sizes(1024, 28, 16, 3072, tie_word_embeddings=True),
-            "1.7B": _sizes(2048, 28, 16, 6144, tie_word_embeddings=True),
-            "14B": _sizes(5120, 40, 40, 17408),
-            "32B": _sizes(5120, 64, 64, 25600),
-        }.items()
+        _Flavor(model_type="qwen3", folder="qwen3", name=name, entries=_QWEN3 | sizes, like=like)
+        for name, sizes, like in (
+            ("0.6B", _sizes(1024, 28, 16, 3072, **_TIED), ""),
+            ("1.7B", _sizes(2048, 28, 16, 6144, **_TIED), ""),
+            ("4B", _sizes(2560, 36, 32, 9728, **_TIED), "14B"),
+            ("8B", _sizes(4096, 36, 32, 12288), "14B"),
+            ("14B", _sizes(5120, 40, 40, 17408), ""),
+            ("32B", _sizes(5120, 64, 64, 25600), ""),
+        )
     ),
-    _Flavor(
-        model_type="qwen3_moe",
-        folder="qwen3",
-        name="30B-A3B",
-        entries={
-            **(_QWEN3 | _sizes(2048, 48, 32, 6144, num_key_value_heads=4)),
-            **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
-            **{"decoder_sparse_step": 1, "mlp_only_layers": []},
-        },
+    *(
+        _Flavor(
+            model_type="qwen3_moe",
+            folder="qwen3",
+            name=name,
+            entries={
+                **(_QWEN3 | sizes),
+                **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+                **{"decoder_sparse_step": 1, "mlp_only_layers": []},
+            },
+            like=like,
+        )
+        for name, sizes, like in (
+            ("30B-A3B", _sizes(2048, 48, 32, 6144, num_key_value_heads=4, moe_intermediate_size=768), ""),
+            (
+                "235B-A22B",
+                _sizes(4096, 94, 64, 12288, num_key_value_heads=4, moe_intermediate_size=1536, rope_theta=5000000),
+                "30B-A3B",
+            ),
+        )
     ),
     _Flavor(
         model_type="deepseek_v3",
@@ -150,7 +176,7 @@ _FLAVORS = (
         ),
     ),
 )
-"""Flavors for which 0.3 has a configuration (Qwen3's 235B-A22B is a flavor without one)."""
+"""Models that 0.3 defines. Those without a configuration function take the one of a model that is ``like`` them."""
 _SAME: Known = {
     **{"hidden_act": ("silu", "swish"), "attention_dropout": (0,), ROUTER_LOSS: ANY, "router_aux_loss_coef": ANY},
     "num_nextn_predict_layers": ANY,  # transformers does not train the multi-token prediction layers either
@@ -166,12 +192,13 @@ def _write(request: Request) -> Draft:
     view, float8 = UniformPlan.of(request.plan), request.plan.chosen_levers.value(Float8)
     flavor, config = flavor_of(request.plan.chain(), view.seq_len)
     changes = changes_of(flavor, config)
+    is_in_toml = not changes and not flavor.like
     has_functions = float8.is_default or str(float8) in _CONVERTERS
-    if changes and not has_functions:
+    if not is_in_toml and not has_functions:
         raise UserError(
             field="--to",
-            found=f"torchtitan for a plan with --float8 {float8}, which only 0.2 supports, but its flavor differs "
-            "from the model",
+            found=f"torchtitan for a plan with --float8 {float8}, which only 0.2 supports, but it has no flavor that "
+            "is the model",
             expected="row scales, which 0.3 supports",
             hint="plan with --float8 rowwise",
         )
@@ -183,10 +210,10 @@ def _write(request: Request) -> Draft:
         "order of prefetching: torchtitan uses FSDP's own": view.shards > 1,
         "exact gathering of keys and values: torchtitan uses PyTorch's own context parallelism": view.cp > 1,
         "tp without sp in the .toml: 0.2 always shards the sequence with tp": view.tp > 1 and not view.sp,
-        "a .toml for torchtitan 0.2: its flavor differs from the model (the .py files correct this)": changes,
+        "a .toml for torchtitan 0.2: it has no flavor that is the model": not is_in_toml,
         f"configuration functions for 0.3 and main, which do not support --float8 {float8}": not has_functions,
         "the chunked loss in the .toml: 0.2 computes the loss at once and needs more memory": not is_whole
-        and not changes,
+        and is_in_toml,
     }
     lines = (*changes, *(["config.loss = config.loss.loss_fn  # of the whole sequence at once"] if is_whole else []))
     name = "steelyard_" + re.sub(r"[^a-z0-9]+", "_", request.plan.model.name.lower())
@@ -201,11 +228,11 @@ def _write(request: Request) -> Draft:
     return Draft(
         files=(
             *(functions if has_functions else ()),
-            *(() if changes else ((f"{name}.toml", _toml(view, flavor, float8)),)),
+            *(((f"{name}.toml", _toml(view, flavor, float8)),) if is_in_toml else ()),
         ),
         left_out=tuple(line for line, holds in left_out.items() if holds),
         launch=of_functions if has_functions else of_toml,
-        usage=(*(usages if has_functions else ()), *(() if changes else (f"torchtitan 0.2: {of_toml}",))),
+        usage=(*(usages if has_functions else ()), *((f"torchtitan 0.2: {of_toml}",) if is_in_toml else ())),
     )
 
 
@@ -217,7 +244,9 @@ def flavor_of(chain: ModelChain, seq_len: int) -> tuple[_Flavor, dict[str, Any]]
         if key == (flavor.model_type, flavor.entries["hidden_size"], flavor.entries["num_hidden_layers"]):
             known: dict[str, tuple[Any, ...]] = {name: (value,) for name, value in flavor.entries.items()}
             known.setdefault("head_dim", (None, chain.hidden_size // flavor.entries["num_attention_heads"]))
-            refuse_entries("torchtitan", chain, config, {**_SAME, **known, ROPE: flavor.rope})
+            is_llama3 = _LLAMA3_ROPE in flavor.rope and {**(config.get(ROPE) or {}), "factor": 8.0} == _LLAMA3_ROPE
+            rope = (*flavor.rope, config[ROPE]) if is_llama3 else flavor.rope
+            refuse_entries("torchtitan", chain, config, {**_SAME, **known, "rope_theta": ANY, ROPE: rope})
             return flavor, config
     raise UserError(
         field="--to",
@@ -231,9 +260,12 @@ def flavor_of(chain: ModelChain, seq_len: int) -> tuple[_Flavor, dict[str, Any]]
 
 def changes_of(flavor: _Flavor, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return lines of Python that turn the flavor into the model in a configuration function; empty if identical."""
-    if config.get(ROPE) != flavor.rope[0]:
-        return ("for block in config.model_spec.model.layers:", '    block.attention.rope.scaling = "none"')
-    return flavor.changes
+    rope, theta = config.get(ROPE), config["rope_theta"]
+    changed = [f"theta = {theta!r}"] if theta != flavor.entries["rope_theta"] else []
+    if rope != flavor.rope[0]:
+        changed.append('scaling = "none"' if rope is None else f"scaling_factor = {rope['factor']!r}")
+    of_blocks = [f"    block.attention.rope.{each}" for each in changed]
+    return (*(["for block in config.model_spec.model.layers:"] if changed else []), *of_blocks, *flavor.changes)
 
 
 def _fqns(part: PipelinePart, output: str) -> list[str]:
@@ -315,7 +347,7 @@ def _configuration(
     view: UniformPlan, version: _Version, flavor: _Flavor, float8: Float8, changes: Sequence[str], function: str
 ) -> str:
     converter = _CONVERTERS.get(str(float8))
-    folder, size = flavor.folder, re.sub(r"[.-]", "_", flavor.name.lower())
+    folder, size = flavor.folder, re.sub(r"[.-]", "_", (flavor.like or flavor.name).lower())
     wrapper = {Remat.NONE: None, Remat.SELECTIVE: "SelectiveAC", Remat.FULL: "FullAC"}[view.remat]
     lines = [
         "from torchtitan.config import CompileConfig",

@@ -231,6 +231,16 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
     devices, layers = job.cluster.num_devices, job.chain.num_layers
     stages = [p for p in divisors(devices) if p <= min(layers, decisions.most_stages or layers)]
     counts = microbatch_counts(job.global_batch)
+    means = job.engine.capabilities
+    if refused := means.pipeline_refusal(job.chain):
+        if (decisions.num_stages or 1) > 1:
+            raise UserError(
+                field="--stages",
+                found=f"{decisions.num_stages} with the engine {job.engine.name} for {job.chain.name}",
+                expected=f"1, because the engine has no pipeline with {refused}",
+                hint="leave --stages out, or plan for another engine",
+            )
+        stages = [1]
     if decisions.num_stages is not None:
         limit = f" up to {decisions.most_stages}" if decisions.most_stages is not None else ""
         stages = _pinned("num_stages", decisions.num_stages, stages, f"a divisor of the {devices} devices{limit}")
@@ -238,7 +248,6 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
         of_batch = f"a divisor of the batch of {job.global_batch}"
         counts = _pinned("num_microbatches", decisions.num_microbatches, counts, of_batch)
     schedules = [each for each in SCHEDULES.values() if each.name in decisions.allowed_schedules]
-    means = job.engine.capabilities
     if refused := means.weight_pass_refusal(job.levers):
         if all(each.splits_backward for each in schedules):
             raise UserError(
