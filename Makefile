@@ -21,7 +21,7 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 BESIDE_PROCESSES := -n 3 --dist loadfile --no-loadscope-reorder
 
 # torchtitan with what reading its configuration takes; it depends on far more, which no test of ours needs.
-TORCHTITAN := torchtitan tyro spmd_types docstring-parser typeguard shtab
+TORCHTITAN := torchtitan torchdata tyro spmd_types docstring-parser typeguard shtab
 
 CASES ?= 100000
 SEED ?= $(shell date +%s)

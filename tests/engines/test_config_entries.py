@@ -1,6 +1,7 @@
 """Tests that frameworks build the same model from a config, or that the refusal names the entry."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import load_model
 from steelyard.model.split import ModelSplit
-from tests.engines.examples import text_of, uniform
+from tests.engines.examples import divided_experts, text_of, uneven_pipeline, uniform
 from tests.engines.known import known_names
 
 MODELS = {
@@ -269,38 +270,51 @@ def test_torchtitan_refuses_a_model_that_its_flavor_is_not(entries: dict[str, An
 
 
 TITAN = """
-import json, runpy, sys
-from types import ModuleType, SimpleNamespace
+import json, logging, sys
 from unittest.mock import MagicMock
 
 import torch
-import torch.distributed.pipelining
 
-sys.modules["torchtitan.distributed.minimal_async_ep"] = MagicMock(__spec__=None)  # needs triton
-sys.modules["torchtitan.trainer"] = MagicMock(__spec__=None)  # needs data loaders
+for name in ("", ".api"):  # which needs triton
+    sys.modules["torchtitan.distributed.minimal_async_ep" + name] = MagicMock(__spec__=None)
+logging.disable(logging.CRITICAL)
+from torchtitan.components.quantization import float8
+float8.has_cuda_capability = lambda *_: True  # which the configuration of 405B asks for
+from torchtitan.config.manager import ConfigManager
+from torchtitan.distributed.parallel_dims import ParallelDims
+
 found = {}
-for path, folder, name in json.loads(sys.argv[1]):
-    registry = ModuleType("registry")
-    setattr(registry, name, lambda: SimpleNamespace(training=SimpleNamespace()))
-    sys.modules[f"torchtitan.models.{folder}.config_registry"] = registry
-    functions = runpy.run_path(path)
-    config = next(value for key, value in functions.items() if key.startswith("steelyard_"))()
-    model = config.model_spec.model
-    with torch.device("meta"):
-        layers = model.build()
-    block = model.layers[-1]
-    found[path] = {
-        "parameters": sum(each.numel() for each in layers.parameters()),
-        "first": sum(each.numel() for each in layers.layers["0"].parameters()),
-        "eps": [model.norm.eps, block.attention_norm.eps, block.ffn_norm.eps],
-        "rope": block.attention.rope.scaling,
-        "factor": block.attention.rope.scaling_factor,
-        "theta": block.attention.rope.theta,
-        "compile": config.compile.enable,
-        "float8": "Float8" in str(model),
-    }
+for name, world_size, is_built in json.loads(sys.argv[1]):
+    config = ConfigManager().parse_args(["--module", name, "--config", name])
+    model, degrees = config.model_spec.model, config.parallelism
+    found[name] = {}
+    if is_built:
+        with torch.device("meta"):
+            layers = model.build()
+        block = model.layers[-1]
+        found[name] = {
+            "parameters": sum(each.numel() for each in layers.parameters()),
+            "first": sum(each.numel() for each in layers.layers["0"].parameters()),
+            "eps": [model.norm.eps, block.attention_norm.eps, block.ffn_norm.eps],
+            "rope": block.attention.rope.scaling,
+            "factor": block.attention.rope.scaling_factor,
+            "theta": block.attention.rope.theta,
+            "compile": config.compile.enable,
+            "float8": "Float8" in str(model),
+        }
+    model.update_from_config(config=config)
+    ParallelDims(
+        dp_replicate=degrees.data_parallel_replicate_degree,
+        dp_shard=degrees.data_parallel_shard_degree,
+        cp=degrees.context_parallel_degree,
+        tp=degrees.tensor_parallel_degree,
+        pp=degrees.pipeline_parallel_degree,
+        ep=degrees.expert_parallel_degree,
+        world_size=world_size,
+    )
 print(json.dumps(found))
 """
+"""Reads configurations as torchtitan's trainer does, with its checks, and builds their models on the meta device."""
 FLAVORS = (
     "llama3-8b",
     "llama3.1-8b",
@@ -316,25 +330,36 @@ FLAVORS = (
     "qwen3-235b-a22b",
     "deepseek-v3",
 )
+DIVIDED = (
+    uniform("tp4", devices=4, model="llama3-8b"),
+    *(uniform(each, devices=8, model="llama3-8b", zero=3) for each in ("dp2-fsdp4", "fsdp4-cp2")),
+    uneven_pipeline(),
+    uneven_pipeline(schedule="interleaved-1f1b"),
+    divided_experts("qwen3-30b-a3b", ep=8, num_layers=48),
+    divided_experts("qwen3-30b-a3b", ep=4, num_layers=48),
+)
+"""Plans whose degrees torchtitan checks: of tensors, states, sequences, stages and experts."""
 
 
 @pytest.mark.slow
-def test_torchtitan_builds_the_model_of_the_config(tmp_path: Path) -> None:
+def test_torchtitan_reads_the_files_and_builds_the_model_of_the_config(tmp_path: Path) -> None:
     pytest.importorskip("torchtitan")
+    flavors = [uniform("dp8", devices=8, model=model) for model in FLAVORS]
     jobs = []
-    for model in FLAVORS:
-        text = text_of(uniform("dp8", devices=8, model=model), "torchtitan", ".py")
-        (tmp_path / f"{model}.py").write_text(text)
-        line = next(line for line in text.splitlines() if ".config_registry import " in line)
-        jobs.append((str(tmp_path / f"{model}.py"), line.split(".")[2], line.split()[-1]))
-    ran = subprocess.run([sys.executable, "-c", TITAN, json.dumps(jobs)], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout.splitlines()[-1])
+    for number, plan in enumerate((*flavors, *DIVIDED)):
+        text = re.sub(r"steelyard_\w+", f"plan_{number}", text_of(plan, "torchtitan", ".py"))
+        (tmp_path / f"plan_{number}.py").write_text(text)
+        jobs.append((f"plan_{number}", plan.num_devices, number < len(FLAVORS)))
+    command = [sys.executable, "-c", TITAN, json.dumps(jobs)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    built = json.loads(ran.stdout.splitlines()[-1])
+    found = dict(zip(FLAVORS, built.values(), strict=False))
     for model in FLAVORS:
         config = AutoConfig.for_model(**load_model(model).config)
         with torch.device("meta"):
             ours = AutoModelForCausalLM.from_config(config)
-        own = found[str(tmp_path / f"{model}.py")]
+        own = found[model]
         assert own["parameters"] == sum(each.numel() for each in ours.parameters()), model
         assert own["first"] == sum(each.numel() for each in ours.model.layers[0].parameters()), model
         assert set(own["eps"]) == {config.rms_norm_eps}, model

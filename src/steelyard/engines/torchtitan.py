@@ -204,7 +204,8 @@ def _write(request: Request) -> Draft:
         )
     is_whole = WHOLE_LOSS in options_in(request.plan.engine)
     left_out = {
-        "initial weights, data and optimizer: set by torchtitan's own configuration": True,
+        "initial weights, data and optimizer: set by torchtitan's own configuration"
+        + (f" of {flavor.like}" if flavor.like else ""): True,
         "exact selective remat: torchtitan 0.3 also recomputes every second matrix product (included in the "
         "price); main keeps the regions that its models declare (not included)": view.remat is Remat.SELECTIVE,
         "order of prefetching: torchtitan uses FSDP's own": view.shards > 1,
@@ -308,7 +309,8 @@ def _training(view: UniformPlan, version: _Version) -> dict[str, Any]:
         }
     sizes["mixed_precision_param"] = "bfloat16" if view.precision == "bf16" else "float32"
     sizes |= {"enable_cpu_offload": True} if view.on_host else {}
-    return sizes | ({"disable_cuda_graphs": True} if has_stages else {})
+    waits = has_stages or view.ranks_of_experts > 1  # `Trainer.Config._validate_cuda_graphs`
+    return sizes | ({"disable_cuda_graphs": True} if waits else {})
 
 
 def _parallelism(view: UniformPlan, version: _Version) -> dict[str, Any]:
