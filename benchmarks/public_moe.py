@@ -60,7 +60,7 @@ from steelyard.planning.price import assemble_plan, describe, peak_bytes, summar
 from steelyard.planning.request import make_request
 from steelyard.report.run_table import ALLOWANCES
 from steelyard.schedules import PipelineConfig, find_schedule
-from steelyard.tracer.trace import trace
+from steelyard.tracer.cache import cached_trace
 from steelyard.units import GB, GIB
 
 
@@ -100,7 +100,7 @@ class PublicRun:
             chain=chain,
             groups=(
                 DeviceGroup(
-                    profile=trace(chain, seq_len=self.seq_len, precision="bf16", degrees=degrees),
+                    profile=cached_trace(chain, seq_len=self.seq_len, precision="bf16", degrees=tuple(degrees)),
                     cluster=cluster,
                     budget_bytes=cluster.device.known_memory_bytes(),
                 ),

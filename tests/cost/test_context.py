@@ -13,8 +13,8 @@ from steelyard.plan.dimensions import CP
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.profiles.profile import LayerProfile, Profile
 from steelyard.schedules import PipelineConfig, find_schedule
+from steelyard.tracer.cache import cached_trace
 from steelyard.tracer.layer import CountedLayer
-from steelyard.tracer.trace import trace
 from tests.modules.dimensions.test_cp_work import SAMPLES, SEQ_LEN, counted
 from tests.tracer.examples import HEAD_DIM, llama
 
@@ -27,7 +27,7 @@ BYTES = 4
 def profile(kv_heads: int, window: int | None = None) -> Profile:
     changes = {} if window is None else {"model_type": "mistral", "sliding_window": window}
     chain = llama(num_key_value_heads=kv_heads, **changes)
-    return trace(chain, seq_len=SEQ_LEN, precision="fp32", degrees=[1])
+    return cached_trace(chain, seq_len=SEQ_LEN, precision="fp32", degrees=(1,))
 
 
 def block(kv_heads: int, window: int | None = None) -> LayerProfile:

@@ -19,7 +19,7 @@ from steelyard.plan.dimensions.ep import EP
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
 from steelyard.profiles.profile import LayerProfile, Work
 from steelyard.schedules import USUAL, PipelineConfig
-from steelyard.tracer.trace import trace
+from steelyard.tracer.cache import cached_trace
 from tests.cost.examples import as_measured
 from tests.cost.layer_bytes import layer_bytes
 from tests.jobs import make_job
@@ -49,7 +49,7 @@ def config() -> JobConfig:
         chain=chain(),
         groups=(
             DeviceGroup(
-                profile=trace(chain(), seq_len=SEQ_LEN, precision="bf16", degrees=(1, 2)),
+                profile=cached_trace(chain(), seq_len=SEQ_LEN, precision="bf16", degrees=(1, 2)),
                 cluster=parse_cluster("2x4xh100-80gb"),
                 budget_bytes=2**30,
             ),
@@ -193,7 +193,7 @@ def test_what_the_busiest_rank_computes_again_takes_longer_too(config: JobConfig
 @pytest.mark.parametrize("text", ["fsdp2 ep2", "dp2 ep2 remat=full"])
 def test_measured_layers_take_as_much_longer_on_the_busiest_rank_as_it_has_more_flop(text: str) -> None:
     """Only all-to-alls are added to the measured layer if routing is even."""
-    counted = trace(chain(), seq_len=SEQ_LEN, precision="fp32", degrees=(1, 2))
+    counted = cached_trace(chain(), seq_len=SEQ_LEN, precision="fp32", degrees=(1, 2))
     asked = {"global_batch": 2 * SAMPLES, "seq_len": SEQ_LEN, "precision": "fp32", "memory": "1GiB"}
     strategy, costs = parse_strategy(text), []
     for imbalance in (1.0, 1.5):

@@ -18,7 +18,7 @@ from steelyard.plan.plan import Plan
 from steelyard.precision import Precision
 from steelyard.runtime.parallel_model import parallelize_plan
 from steelyard.runtime.peak_memory import LiveStorages
-from steelyard.tracer.trace import trace
+from steelyard.tracer.cache import cached_trace
 from tests.cost.examples import chain, cluster, plan
 from tests.cost.examples import job as made_up_job
 
@@ -35,7 +35,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 @cache
 def _job(precision: Precision) -> Job:
     model = chain(**LARGER)
-    traced = trace(model, seq_len=32, precision=precision, degrees=(1,))
+    traced = cached_trace(model, seq_len=32, precision=precision, degrees=(1,))
     return made_up_job(cluster(1, 1), precision=precision, global_batch=16, **LARGER).on(profile=traced)
 
 

@@ -16,7 +16,7 @@ from steelyard.cost.layer_load import layer_load, layer_profile, traffic_group
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
 from steelyard.runtime.parallel_model import parallelize_plan
-from steelyard.tracer.trace import trace
+from steelyard.tracer.cache import cached_trace
 from tests.cost.examples import SEQ_LEN, cluster, job, plan
 from tests.schedules.examples import pipeline
 
@@ -84,7 +84,7 @@ def predicted(text: str, config: JobConfig) -> Sent:
 def test_states_are_sent_as_often_as_priced_in_bytes_and_over_ranks_that_are_priced(text: str) -> None:
     """The head is an exception: FSDP gathers it ahead once more as the step ends (`steelyard.cost.stage_memory`)."""
     of = job(cluster(), global_batch=NUM_DEVICES * MICROBATCHES)
-    traced = of.on(profile=trace(of.chain, seq_len=SEQ_LEN, precision="bf16", degrees=(1,)))
+    traced = of.on(profile=cached_trace(of.chain, seq_len=SEQ_LEN, precision="bf16", degrees=(1,)))
     config = JobConfig(job=traced, pipeline=pipeline(1, MICROBATCHES, "1f1b", 1))
     candidate = plan(traced, ", ".join([text] * of.chain.num_layers), num_microbatches=MICROBATCHES)
     wanted = predicted(text, config)

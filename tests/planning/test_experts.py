@@ -18,7 +18,7 @@ from steelyard.planning.complete import find_plan
 from steelyard.planning.engine_fit import fit_plan
 from steelyard.planning.problem import stage_strategies
 from steelyard.planning.why_not import not_offered
-from steelyard.tracer.trace import trace
+from steelyard.tracer.cache import cached_trace
 from tests.jobs import make_job
 from tests.runtime.models import FAMILY_CONFIGS
 
@@ -38,7 +38,7 @@ def job() -> Job:
         chain=chain(),
         groups=(
             DeviceGroup(
-                profile=trace(chain(), seq_len=32, precision="bf16", degrees=(1, 2)),
+                profile=cached_trace(chain(), seq_len=32, precision="bf16", degrees=(1, 2)),
                 cluster=parse_cluster("2x4xh100-80gb"),
                 budget_bytes=8 * 2**30,
             ),
