@@ -34,6 +34,7 @@ from steelyard.modules.splitting import find_split, task_of
 from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, parse_strategy
+from steelyard.profiles.profile import Profile
 from steelyard.runtime.parity import samples_of_step
 from steelyard.tracer.trace import trace
 from tests.modules.split_configs import OTHERWISE_CONFIGS, SPLIT_CONFIGS, split_config
@@ -551,11 +552,15 @@ def test_a_tied_module_that_is_not_called_belongs_to_no_layer() -> None:
     assert not [path for copies in split.shared for _, path in copies if "entity" in path]
 
 
+@cache
+def traced(model_type: str) -> Profile:
+    """Trace of a type, without its blocks divided."""
+    return trace(_chain_of(model_type), seq_len=32, precision="bf16", degrees=(1,))
+
+
 @pytest.mark.parametrize("model_type", sampled(OTHERWISE_CONFIGS, {"dbrx", "mllama", "xlnet", "albert"}))
 def test_blocks_that_are_called_otherwise_split_and_are_traced(model_type: str) -> None:
-    split = split_of(model_type)
-    chain = chain_from_config(split_config(model_type), name=model_type, split=split)
-    assert trace(chain, seq_len=32, precision="bf16", degrees=(1,)).layers
+    assert traced(model_type).layers
 
 
 def test_blocks_that_text_does_not_reach_lie_with_the_embedding() -> None:
@@ -686,10 +691,9 @@ def test_blocks_that_ask_how_many_tokens_an_expert_has_are_known() -> None:
 def test_experts_in_a_loop_cost_what_their_share_of_the_tokens_costs() -> None:
     config = split_config("dbrx")
     twice = {**config, "ffn_config": {**config["ffn_config"], "moe_top_k": 4}}
-    flop = []
-    for each in (config, twice):
-        chain = chain_from_config(each, name="dbrx", split=split_of("dbrx"))
-        flop.append(trace(chain, seq_len=32, precision="bf16", degrees=(1,)).layers[1].forward.matmul_flop.at(3))
+    of_twice = chain_from_config(twice, name="dbrx", split=split_of("dbrx"))
+    profiles = (traced("dbrx"), trace(of_twice, seq_len=32, precision="bf16", degrees=(1,)))
+    flop = [each.layers[1].forward.matmul_flop.at(3) for each in profiles]
     assert flop[1] - flop[0] == 3 * 32 * 2 * (3 * 2 * 64 * 96)
 
 
@@ -915,13 +919,16 @@ def test_layer_types_and_windows_are_those_of_the_text_part_of_a_config() -> Non
     sizes = {key: value for key, value in split_config("phi3").items() if key != "model_type"} | {"head_dim": 16}
     experts = {"num_local_experts": 2, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 96}
     chunked = {"model_type": "llama4_text", **sizes, **experts, "num_hidden_layers": 4, "attention_chunk_size": 32}
-    chain = chain_from_config({"model_type": "llama4", "text_config": chunked}, name="test")
-    blocks = [layer_type for layer_type in chain.layer_types if layer_type.role is LayerRole.BLOCK]
+    split = structure_with("llama4", {"model_type": "llama4", "text_config": chunked})
+    blocks = [each for each in split.kinds if each.role is LayerRole.BLOCK]
     assert [each.name for each in blocks] == ["chunked dense block", "chunked sparse block", "full sparse block"]
-    assert [each.no_cp.endswith("its blocks are of chunked_attention") for each in blocks] == [True, True, False]
-    windowed = {"model_type": "gemma4", "text_config": {**split_config("gemma4_text"), "sliding_window": 8}}
-    alone = chain_from_config({**split_config("gemma4_text"), "sliding_window": 8}, name="test")
-    parts = chain_from_config(windowed, name="test")
-    windows = [[each.window(layer_type) for layer_type in each.layer_types] for each in (alone, parts)]
+    reasons = [no_cp(split, each) for each in blocks]
+    assert [each.endswith("its blocks are of chunked_attention") for each in reasons] == [True, True, False]
+    text = {**split_config("gemma4_text"), "sliding_window": 8}
+    windows = []
+    for config in (text, {"model_type": "gemma4", "text_config": text}):
+        split = structure_with(config.get("model_type", "gemma4_text"), config)
+        chain = chain_from_config(config, name="test", split=split)
+        windows.append([chain.window(layer_type) for layer_type in chain.layer_types])
     assert windows[0] == windows[1]
     assert 8 in windows[0]
