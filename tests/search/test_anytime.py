@@ -51,7 +51,7 @@ def test_the_grid_program_agrees_where_sizes_are_whole_steps() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", sampled(range(20), range(4)))
+@pytest.mark.parametrize("block", sampled(range(20), (0,)))
 def test_agrees_with_exhaustive_search_on_two_thousand_more(block: int) -> None:
     for seed in range(10_000 + block * 100, 10_100 + block * 100):
         rng = np.random.default_rng(seed)

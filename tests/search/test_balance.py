@@ -1,10 +1,12 @@
 """Tests of even, memory-balanced and bi-objective partitions: their guarantees, and exact is never worse."""
 
 import itertools
+from functools import cache
 
 import numpy as np
 import pytest
 
+from steelyard.cost.tables import CostTables
 from steelyard.search import partition_exact
 from steelyard.search.balance import (
     Partition,
@@ -26,14 +28,21 @@ TABLES = decoder_tables(LLAMA3_8B, num_devices=8, num_stages=4, num_microbatches
 BUDGET = 36 * 10**9
 
 
+@cache
+def exact_plan(seed: int) -> tuple[CostTables, int, Solution | None]:
+    """Random tables, a budget, and the best of all cuts."""
+    rng = np.random.default_rng(seed)
+    tables = random_tables(rng, max_plans=200)
+    budget = random_budget(rng, list(exhaustive.all_plans(tables)))
+    return tables, budget, partition_exact(tables, budget).solution
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["bmw", "even", "memory-balanced"])
 def test_exact_is_never_worse(method: Partition) -> None:
     for seed in range(60):
-        rng = np.random.default_rng(seed)
-        tables = random_tables(rng, max_plans=200)
-        budget = random_budget(rng, list(exhaustive.all_plans(tables)))
-        exact, other = partition_exact(tables, budget).solution, partition_by(method, tables, budget).solution
+        tables, budget, exact = exact_plan(seed)
+        other = partition_by(method, tables, budget).solution
         if other is not None:
             assert exact is not None, seed
             assert other.peak_bytes <= budget
@@ -43,9 +52,7 @@ def test_exact_is_never_worse(method: Partition) -> None:
 @pytest.mark.slow
 def test_strategies_are_exact_for_the_even_cuts() -> None:
     for seed in range(60):
-        rng = np.random.default_rng(seed)
-        tables = random_tables(rng, max_plans=200)
-        budget = random_budget(rng, list(exhaustive.all_plans(tables)))
+        tables, budget, _ = exact_plan(seed)
         plans = list(exhaustive.plans_with(tables, even_boundaries(tables)))
         expected = exhaustive.fastest(plans, budget)
         found = partition_by("even", tables, budget).solution

@@ -19,7 +19,8 @@ def drawn(rng: np.random.Generator, leading: Leading, *, num_pairs: int = 1) -> 
 
     With three pairs each stage has strategies 0 and 1, 0 and 2, or 1 and 2.
     """
-    tables = random_tables(rng, max_plans=4000, frees=bool(rng.integers(2)), interleaved=bool(rng.integers(2)))
+    most = 4000 if num_pairs == 1 else 600  # of which each pair makes several
+    tables = random_tables(rng, max_plans=most, frees=bool(rng.integers(2)), interleaved=bool(rng.integers(2)))
     columns = np.zeros(len(tables.layer_types), dtype=np.int64)
     recomputed = columns.copy()
     num_remats = min(len(tables.strategies), 3 if num_pairs == 3 else 2)

@@ -12,6 +12,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.search import OnDemand, SearchResult, search
 from steelyard.search.partition import quick_bound_s
 from tests.problems.random_tables import random_tables
+from tests.sample import sampled
 
 
 def drawn(seed: int) -> tuple[list[CostTables], list[OnDemand]]:
@@ -35,9 +36,10 @@ def num_made(given: Sequence[OnDemand]) -> int:
 
 
 @pytest.mark.slow
-def test_what_is_found_is_the_same_and_beaten_configs_have_no_tables() -> None:
+@pytest.mark.parametrize("block", sampled(range(3), (0,)))
+def test_what_is_found_is_the_same_and_beaten_configs_have_no_tables(block: int) -> None:
     spared = 0
-    for seed in range(150):
+    for seed in range(block * 50, block * 50 + 50):
         num_alternatives = seed % 3
         tables, given = drawn(seed)
         budget = int(np.random.default_rng(seed).integers(5, 60))
@@ -48,7 +50,7 @@ def test_what_is_found_is_the_same_and_beaten_configs_have_no_tables() -> None:
         assert all(outcome.result.status == "beaten" for outcome in unmade)
         assert whole.best is None or all(outcome.result.lower_bound_s > whole.best.score_s for outcome in unmade)
         spared += len(unmade)
-    assert spared > 100
+    assert spared > 33
 
 
 def test_without_time_and_without_a_plan_only_one_config_has_tables() -> None:

@@ -12,6 +12,7 @@ from steelyard.search import evaluate, search
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables
 from tests.problems.transformer import LLAMA3_8B, decoder_configs, decoder_tables
+from tests.sample import sampled
 
 GB = 10**9
 
@@ -87,7 +88,7 @@ def test_lower_bounds_hold_for_every_config() -> None:
 def test_more_memory_never_costs_time() -> None:
     for seed in range(12):
         configs, _ = configs_and_plans(seed)
-        scores = [best.score_s if (best := search(configs, budget).best) else np.inf for budget in range(0, 120, 7)]
+        scores = [best.score_s if (best := search(configs, budget).best) else np.inf for budget in range(0, 120, 15)]
         assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(scores)), seed
 
 
@@ -190,7 +191,7 @@ def test_a_choice_that_the_tables_do_not_allow_is_an_error(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(0, 120, 60))
+@pytest.mark.parametrize("block", sampled((0, 60), (0,)))
 def test_strategies_that_share_layouts_are_searched_as_those_with_layouts_of_their_own(block: int) -> None:
     """Transfers and resharding depend on layouts; other plans of the same tables are the oracle."""
     for seed in range(block, block + 60):
