@@ -235,7 +235,7 @@ def test_what_was_measured_stays_as_it_was() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["lora:r=8", "lora:r=8,targets=q_proj+o_proj"])
+@pytest.mark.parametrize("text", ["lora:r=8", "lora:r=8,targets=q_proj+k_proj+v_proj+o_proj"])
 def test_a_block_with_adapters_is_as_it_was_traced(text: str) -> None:
     """The smaller work of the first block after a frozen embedding is not modelled."""
     traced = make_job("llama-demo", "1x2xh100-80gb", global_batch=8, seq_len=256, levers={"train": text})

@@ -13,6 +13,7 @@ from steelyard.cost.predict import predict
 from steelyard.cost.simulator import StageTimes
 from steelyard.engines.megatron import MEGATRON
 from steelyard.errors import InvalidProblemError
+from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
@@ -22,7 +23,8 @@ from steelyard.planning.request import make_request
 from steelyard.planning.settings import Settings, price_settings
 from steelyard.schedules import SCHEDULES, names_of
 from steelyard.search import search
-from tests.cost.examples import CONFIG, job, simulated
+from steelyard.tracer.cache import packaged_trace
+from tests.cost.examples import job, simulated
 from tests.schedules.examples import pipeline
 
 BLOCKS = (0, *[1] * 24, 2)
@@ -210,9 +212,17 @@ def test_folding_keeps_the_work_of_a_step(num_blocks, chunks):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [14, 15])
 def test_the_free_plan_of_an_engine_is_no_slower_than_one_with_ends_in_the_place_of_blocks(num_blocks):
-    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16}
-    config = CONFIG | sizes | {"num_hidden_layers": num_blocks, "vocab_size": 32000, "max_position_embeddings": 4096}
-    request = make_request(config, "1x8xa100-80gb", global_batch=16, seq_len=2048)
+    packaged = load_model("tinyllama-1.1b")
+    chain = chain_from_config({**packaged.config, "num_hidden_layers": num_blocks}, name="test")
+    traced = packaged_trace(packaged, seq_len=2048, precision="bf16", degrees=(1, 2, 4, 8))
+    identity = traced.identity.model_copy(update={"config_hash": chain.config_hash})  # layers are the same
+    request = make_request(
+        chain,
+        "1x8xa100-80gb",
+        global_batch=16,
+        seq_len=2048,
+        profile=traced.model_copy(update={"identity": identity}),
+    )
     theirs, under = price_settings(request, MEGATRON, "bf16", Settings(tp=2, pp=2, vpp=4))
     found = plan_job(under, Decisions(num_stages=2, num_microbatches=theirs.num_microbatches), top=1)
     assert [len(part.strategies) for part in theirs.parts] == [2 + (num_blocks == 15), *[2] * 6, 2]

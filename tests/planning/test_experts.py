@@ -38,7 +38,7 @@ def job() -> Job:
         chain=chain(),
         groups=(
             DeviceGroup(
-                profile=cached_trace(chain(), seq_len=32, precision="bf16", degrees=(1, 2)),
+                profile=cached_trace(chain(), seq_len=32, precision="bf16", degrees=(1,)),
                 cluster=parse_cluster("2x4xh100-80gb"),
                 budget_bytes=8 * 2**30,
             ),

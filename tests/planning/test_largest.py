@@ -44,16 +44,19 @@ def test_the_largest_batch_is_shared_evenly_by_the_devices() -> None:
 
 
 @pytest.mark.slow
-def test_the_largest_rank_and_the_longest_sequence_fit() -> None:
+def test_the_largest_rank_fits() -> None:
     levers = {"train": "lora:r=4,alpha=4"}
     found = largest("rank", ask(levers), ask)
     text = found.options.partition("--train ")[2]
     assert f"r={found.size},alpha={found.size}" in text
     assert fits(ask({"train": text}))
-    longest = largest("seq-len", ask(levers), ask)
+
+
+def test_the_longest_sequence_fits() -> None:
+    longest = largest("seq-len", ask({}), ask)
     assert longest.too_large is not None
-    assert fits(replace(ask(levers), seq_len=longest.size))
-    assert not fits(replace(ask(levers), seq_len=longest.too_large))
+    assert fits(replace(ask({}), seq_len=longest.size))
+    assert not fits(replace(ask({}), seq_len=longest.too_large))
 
 
 def test_an_optimizer_that_keeps_less_never_makes_the_largest_smaller() -> None:

@@ -52,7 +52,7 @@ def test_engines_that_have_fp16_and_those_that_do_not() -> None:
 
 @pytest.fixture(scope="module")
 def planned() -> Plan:
-    return find_plan("llama3.2-1b", "1x8xv100-32gb", global_batch=16, seq_len=2048, precision="fp16")
+    return find_plan("llama3.2-1b", "1x2xv100-32gb", global_batch=16, seq_len=2048, precision="fp16")
 
 
 def job_in(plan: Plan, precision: Precision, cluster: str) -> tuple[Plan, Job]:
@@ -63,7 +63,7 @@ def job_in(plan: Plan, precision: Precision, cluster: str) -> tuple[Plan, Job]:
 
 @pytest.mark.slow
 def test_a_v100_trains_in_fp16_several_times_as_fast_as_in_fp32(planned: Plan) -> None:
-    in_fp32 = find_plan("llama3.2-1b", "1x8xv100-32gb", global_batch=16, seq_len=2048, precision="fp32")
+    in_fp32 = find_plan("llama3.2-1b", "1x2xv100-32gb", global_batch=16, seq_len=2048, precision="fp32")
     assert planned.precision == "fp16"
     assert planned.prediction is not None
     assert in_fp32.prediction is not None
@@ -71,7 +71,7 @@ def test_a_v100_trains_in_fp16_several_times_as_fast_as_in_fp32(planned: Plan) -
 
 
 def test_fp16_is_priced_as_bf16_but_for_unscaling_gradients(planned: Plan) -> None:
-    (narrow, of_narrow), (plan, job) = (job_in(planned, each, "1x8xa100-80gb") for each in ("fp16", "bf16"))
+    (narrow, of_narrow), (plan, job) = (job_in(planned, each, "1x2xa100-80gb") for each in ("fp16", "bf16"))
     ours, theirs = predict(narrow, of_narrow), predict(plan, job)
     assert [stage.memory_bytes for stage in ours.stages] == [stage.memory_bytes for stage in theirs.stages]
     for mine, other in zip(ours.stages, theirs.stages, strict=True):
