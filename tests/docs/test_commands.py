@@ -98,6 +98,8 @@ def reason_not_to_run(words: list[str]) -> str | None:
 def with_less(words: list[str]) -> list[str]:
     """The words of a command, all that are shown, for a smaller model or cluster or with less to search."""
     smaller = words if words[0] == "price" else [SMALLER.get(word, word) for word in words]
+    if {"--train", "--freeze"} & {*words}:  # which is traced, for every number of devices that a node's is divided by
+        smaller = [re.sub(r"^1x4x", "1x1x", word) for word in smaller]
     return smaller + FEWER.get(words[0], [])
 
 

@@ -336,7 +336,7 @@ def test_another_engine_has_no_more_stages_than_where_it_is_asked_for(monkeypatc
     monkeypatch.setattr("steelyard.planning.simple.USUAL_STAGES", 1)
     monkeypatch.setattr("steelyard.planning.simple.STAGE_PARAMS", 10**15)
     monkeypatch.setattr("steelyard.planning.complete.ENGINES", {"megatron-fsdp": ENGINES["megatron-fsdp"]})
-    request = make_request("llama3-70b", "4x8xh100-80gb", global_batch=64, seq_len=4096)
+    request = make_request("llama3-8b", "2x4xa100-40gb", global_batch=16, seq_len=2048)
     request = replace(request, num_fallbacks=0, num_next_best=0)
     (beside,) = engine_answers(request, complete(request))
     own = complete(replace(request, engine=ENGINES["megatron-fsdp"])).plan
