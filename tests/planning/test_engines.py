@@ -132,6 +132,20 @@ def test_settings_that_cannot_be_say_why(engine: str, settings: Settings, words:
         plan_of_settings(job_under(llama(), ENGINES[engine]), settings)
 
 
+@pytest.mark.parametrize(
+    ("engine", "model", "words"),
+    [
+        ("automodel", "qwen2.5-3b", "tp 8 over 2 key-value heads"),
+        ("torchtitan", "qwen3-30b-a3b", "tp 8 over 4 key-value heads"),
+        ("automodel", "gpt2-medium", "tp in a model of type gpt2"),
+    ],
+)
+def test_tp_that_an_engine_refuses_at_its_start_is_not_planned(engine: str, model: str, words: str) -> None:
+    job = job_of(make_request(model, "1x8xh100-80gb", global_batch=32, seq_len=1024, engine=engine))
+    with pytest.raises(UserError, match=words):
+        plan_of_settings(job, Settings(tp=8, sp=True, micro_batch=8, zero=3))
+
+
 def test_experts_are_divided_over_a_multiple_of_the_ranks_of_tp() -> None:
     job = job_of(make_request("mixtral-8x7b", "1x8xa100-80gb", global_batch=32, seq_len=4096))
     with pytest.raises(UserError, match="ranks of experts by tp"):

@@ -24,6 +24,7 @@ from steelyard.engines.engine import Engine, Taken
 from steelyard.engines.execution import FUSED, Execution
 from steelyard.engines.megatron_bridge import TE_SPEEDUP
 from steelyard.engines.peft import one_of, refuse_kind, whole_if_so
+from steelyard.engines.transformers import TRANSFORMERS
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.levers import Levers
@@ -44,6 +45,9 @@ _OWN_CODE = frozenset(
     }
 )
 """Types of models with experts that Automodel has its own code for."""
+_OWN_TP_PLANS = frozenset({"falcon_h1"})
+"""Types without a tp plan in transformers that Automodel has one of (``components/distributed/optimized_tp_plans.py``).
+Of others it would divide the head alone."""
 CAPABILITIES = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of(
@@ -51,7 +55,8 @@ CAPABILITIES = Capabilities(
         *("fsdp+cp", "fsdp+cp+tp", "dp+fsdp+cp", "dp+fsdp+cp+tp", "fsdp+ep"),
     ),
     experts_of=_OWN_CODE,
-    never_divided=_OWN_CODE,
+    shares_heads=False,  # components/distributed/parallelizer.py of 0.7.0, validate_tp_mesh
+    never_divided=_OWN_CODE | (TRANSFORMERS.capabilities.never_divided - _OWN_TP_PLANS),
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
     why_not={"dp": "which FSDP2 supports only together with fsdp"},

@@ -39,10 +39,11 @@ CAPABILITIES = Capabilities(
         *("fsdp+cp", "fsdp+cp+tp", "dp+fsdp+cp", "dp+fsdp+cp+tp"),
         *("fsdp+ep", "fsdp+tp+ep", "dp+fsdp+ep", "dp+fsdp+tp+ep"),
     ),
+    shares_heads=False,  # models/common/decoder.py, update_from_config, as for tied models
     experts_within_shards=True,
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
-    pipes_tied=False,  # models/common/decoder.py, update_from_config
+    pipes_tied=False,
     remats=frozenset(Remat),
     remats_split=frozenset({Remat.NONE}),  # a tenth of the speed with remat (torchtitan issue 773)
     levers_unsplit=frozenset({Float8.name}),  # its blocks are compiled, which torch cannot split (pytorch issue 161904)
