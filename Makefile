@@ -20,8 +20,8 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 # time (10 s) takes less of.
 BESIDE_PROCESSES := -n 3 --dist loadfile --no-loadscope-reorder
 
-# torchtitan with what reading its configuration takes; it depends on far more, which no test of ours needs.
-TORCHTITAN := torchtitan torchdata tyro spmd_types docstring-parser typeguard shtab
+# Engines that read their own configuration in tests, with what that takes; they depend on far more.
+ENGINES := torchtitan torchdata tyro spmd_types docstring-parser typeguard shtab axolotl nemo-automodel
 
 CASES ?= 100000
 SEED ?= $(shell date +%s)
@@ -71,7 +71,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) --editable ".[dev]"
-	$(PIP) --no-deps $(TORCHTITAN)
+	$(PIP) --no-deps $(ENGINES)
 	touch $@
 
 clean:

@@ -104,3 +104,23 @@ def test_names_are_those_of_its_files() -> None:
         used |= {f"pipeline.{name}" for name in distributed.get("pipeline", ())}
         used |= {f"moe.{name}" for name in distributed.get("moe", ())}
         assert used <= known_names("automodel-0.7.0.txt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [
+        uniform("dp2-fsdp2-cp2", devices=8, zero=2, remat="full"),
+        uneven_pipeline(schedule="interleaved-1f1b"),
+        divided_experts("qwen3-30b-a3b", ep=8, num_layers=48),
+    ],
+)
+def test_automodel_reads_the_sizes_and_the_pipeline(plan: Plan) -> None:
+    parse = pytest.importorskip("nemo_automodel.recipes._dist_utils").parse_distributed_section
+    written = content_of(plan)["distributed"]
+    read = parse(written)
+    sizes = ("dp_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size", "ep_size")
+    assert {name: getattr(read["parallelism_sizes"], name) for name in sizes} == {name: written[name] for name in sizes}
+    assert read["pp_enabled"] == (plan.num_stages > 1)
+    if plan.num_stages > 1:
+        assert read["pipeline_config"].module_fqns_per_model_part == written["pipeline"]["module_fqns_per_model_part"]

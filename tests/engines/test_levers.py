@@ -295,6 +295,20 @@ def test_names_of_levers_are_those_of_axolotls_schemas(levers: dict[str, str]) -
     assert set(axolotl(with_levers(levers))) <= known_names("axolotl-0.19.0.txt")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [with_levers(LORA), with_levers(QLORA), with_levers({}, "dp2-fsdp4", remat="full")])
+def test_axolotls_schema_reads_the_file(plan: Plan) -> None:
+    schema = pytest.importorskip("axolotl.utils.schemas.config").AxolotlConfigWCapabilities
+    content = axolotl(plan)
+    machine = {"bf16": True, "fp8": False, "n_gpu": 8, "n_node": 1, "compute_capability": "sm_90"}
+    own = {"base_model": "NAME", "datasets": [{"path": "NAME", "type": "completion"}], "learning_rate": 1e-4}
+    read = schema(**content, **own, num_epochs=1, capabilities=machine, env_capabilities={"torch_version": "2.13.0"})
+    told = ("micro_batch_size", "gradient_accumulation_steps", "dp_shard_size", "adapter", "lora_r", "optimizer")
+    assert {key: getattr(read, key) for key in told if key in content} == {
+        key: content[key] for key in told if key in content
+    }
+
+
 def test_axolotl_says_alpha_as_a_whole_number() -> None:
     refused = ENGINE_OF_TARGET["axolotl"].lever_refusal(Train.parse("lora:r=8,alpha=1.5"))
     assert refused is not None
