@@ -1,5 +1,8 @@
 """Tests of linear attention's kernels on fake tensors: their work, their memory, and the times that others measured."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import transformers.models.qwen3_next.modeling_qwen3_next as model_code
@@ -21,6 +24,7 @@ from steelyard.tracer.cache import cached_trace
 from steelyard.tracer.counting import OpCounter, OpCounts
 from tests.cost.examples import plan
 from tests.modules.split_configs import split_config
+from tests.runtime.models import FAMILY_CONFIGS
 
 GIB = 2**30
 TOKENS, WIDTH = 1024, 128
@@ -115,10 +119,21 @@ def test_a_kernel_without_reference_code_is_no_work() -> None:
 def test_the_packages_of_kernels_are_named_in_traces_for_gpus_and_in_warnings() -> None:
     packages = ("causal_conv1d", "flash-linear-attention")
     on_gpus, on_cpus = (_job(split_config("qwen3_next"), "1x2xh100-80gb", hub_kernels=each) for each in (True, False))
-    assert (on_gpus.profile.identity.packages, on_cpus.profile.identity.packages) == (packages, None)
+    assert (on_gpus.profile.identity.packages, on_cpus.profile.identity.packages) == (packages, ())
     candidate = plan(on_gpus, ", ".join(["fsdp2"] * 4), num_microbatches=2)
     said = [warnings_of(each, candidate, predict(candidate, each).stages) for each in (on_gpus, on_cpus)]
     assert [any("causal_conv1d, flash-linear-attention" in line for line in lines) for lines in said] == [True, False]
+
+
+@pytest.mark.parametrize(("name", "num_traces"), [("llama", 1), ("qwen3_next", 2)])
+def test_one_trace_serves_cpus_and_gpus_if_no_layer_has_such_kernels(
+    name: str, num_traces: int, tmp_path: Path
+) -> None:
+    config = FAMILY_CONFIGS["llama"] if name == "llama" else split_config(name)
+    sizes: dict[str, Any] = {"seq_len": 32, "precision": "bf16", "degrees": (1,), "folder": tmp_path}
+    for hub_kernels in (False, True, False):
+        cached_trace(chain_from_config(config, name="test"), **sizes, hub_kernels=hub_kernels)
+    assert len([*tmp_path.iterdir()]) == num_traces
 
 
 def test_compiled_blocks_are_refused_on_gpus_alone() -> None:

@@ -192,8 +192,12 @@ def cached_trace(
             hub_kernels=hub_kernels,
         )
         return same.model_copy(update={"identity": same.identity.model_copy(update={"precision": precision})})
-    path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees, fp32_adapters, hub_kernels)}.json"
-    if path.is_file():
+    folder = folder or default_folder()
+    of_any, of_these = (
+        folder / f"{_key(chain, seq_len, precision, degrees, fp32_adapters, kernels)}.json"
+        for kernels in ("any", "hub" if hub_kernels else "reference")
+    )
+    for path in filter(Path.is_file, (of_any, of_these)):
         try:
             return parse_file(path, Profile, InvalidProfileError, what="profile")
         except InvalidProfileError as error:
@@ -226,8 +230,8 @@ def cached_trace(
             fp32_adapters=fp32_adapters,
             hub_kernels=hub_kernels,
         )
-    keep(path, profile.model_dump_json())
-    _say_kept(path.parent)
+    keep(of_any if profile.identity.packages is None else of_these, profile.model_dump_json())
+    _say_kept(folder)
     return profile
 
 
@@ -243,7 +247,7 @@ def _key(
     precision: LayerPrecision,
     degrees: tuple[int, ...],
     fp32_adapters: bool,
-    hub_kernels: bool,
+    kernels: str,
 ) -> str:
     entries: dict[str, Any] = {
         "config": chain.config_hash,
@@ -254,8 +258,8 @@ def _key(
         "tracer": TRACER_VERSION,
         **{name: installed_version(name) for name in TRAINING},
         "attention": ATTENTION,
+        "kernels": kernels,
     }
-    entries |= {"kernels": "hub"} if hub_kernels else {}
     entries |= {"sinks": "fused"} if chain.family.fuses_sinks else {}
     for name, part in (("split", chain.split), ("frozen", chain.freeze)):
         entries |= {name: part.model_dump_json()} if part else {}

@@ -99,8 +99,8 @@ def trace(
     """
     model = build_meta_model(chain) if own is None else own.without_values()
     prepare_model(model, chain)
-    packages = packages_of(model.module if isinstance(model, OwnModel) else model) if hub_kernels else ()
-    if packages and any(change.name == "compile" for change in chain.changes):
+    packages = packages_of(model.module if isinstance(model, OwnModel) else model)
+    if packages and hub_kernels and any(change.name == "compile" for change in chain.changes):
         raise UserError(
             field="--compile",
             found=f"blocks of {chain.name}, which call kernels of {', '.join(packages)}",
@@ -144,7 +144,7 @@ def trace(
             num_devices=1,
             torch=torch.__version__,
             transformers=transformers.__version__,
-            packages=packages or None,
+            packages=(packages if hub_kernels else ()) if packages else None,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         ),
         layers=tuple(layers),
