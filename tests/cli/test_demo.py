@@ -1,36 +1,29 @@
 """Test of the whole product in one command, on real processes and real text."""
 
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from steelyard.cli import demo
 from steelyard.errors import UserError
 from steelyard.plan.file import parse_file, read_plan
+from steelyard.profiler import launch
 from steelyard.profiles.record import RunRecord
-from tests.cli.conftest import check_printed
-from tests.processes.forking_agent import ROOT
-
-DEMO = """
-import pytest, sys
-from steelyard.cli import demo, main
+from tests.cli.conftest import Run
 from tests.processes.forking_agent import fork_ranks
-fork_ranks(pytest.MonkeyPatch())
-demo.NUM_PROCESSES = 2
-demo.SEQ_LEN = 64
-sys.argv.insert(1, "demo")
-main()
-"""
-"""The command on two processes; its two launches fork these from one that has imported what they need."""
 
 
 @pytest.mark.processes
-def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", DEMO, "--steps", "5", "--memory", "40MiB", "--folder", str(tmp_path), "--json"]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+def test_demo_profiles_plans_trains_and_compares(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command on two processes, whose times are measured as briefly as possible."""
+    fork_ranks(monkeypatch)
+    monkeypatch.setattr(demo, "NUM_PROCESSES", 2)
+    monkeypatch.setattr(demo, "SEQ_LEN", 64)
+    monkeypatch.setattr(launch, "launch_profiler", partial(launch.launch_profiler, budget_s=1.0))
+    finished = run("demo", "--steps", 5, "--memory", "40MiB", "--folder", tmp_path, "--json")
+    assert finished.exit_code == 0, finished.output
     assert "does not fit in " in finished.stderr
     assert "Predicted and measured" in finished.stderr
     plan = read_plan(tmp_path / "plan.json")
@@ -42,7 +35,6 @@ def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
     for rank in record.ranks:
         assert rank.peak_bytes <= plan.prediction.stages[rank.stage].total_bytes
     printed = json.loads(finished.stdout)
-    check_printed("demo", finished.stdout)
     assert printed["profile"] == json.loads((tmp_path / "profile.json").read_text())
     assert printed["profile"]["identity"]["device"] == "cpu"
     assert printed["record"] == record.model_dump(mode="json", exclude_none=True)

@@ -10,6 +10,7 @@ from steelyard.errors import UserError
 from steelyard.plan.file import read_plan
 from tests.cli.conftest import Run
 from tests.planning.test_assumed_links import LINKED
+from tests.processes.forking_agent import fork_ranks
 from tests.runtime.models import CONFIGS
 
 
@@ -40,7 +41,10 @@ def test_other_samples_or_both_are_an_error(text: str, batch: int | None) -> Non
 
 
 @pytest.mark.processes
-def test_a_profile_with_adapters_plans_for_a_job_with_them_alone(run: Run, tmp_path: Path) -> None:
+def test_a_profile_with_adapters_plans_for_a_job_with_them_alone(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_ranks(monkeypatch)
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama-tied"]))
     job = (tmp_path / "config.json", "--seq-len", 32, "--precision", "fp32")
     asked = ("--train", "lora:r=4,targets=q_proj")
@@ -58,7 +62,10 @@ def test_a_profile_with_adapters_plans_for_a_job_with_them_alone(run: Run, tmp_p
 
 
 @pytest.mark.processes
-def test_a_profile_of_one_process_plans_for_four_with_the_links_of_a_cluster_file(run: Run, tmp_path: Path) -> None:
+def test_a_profile_of_one_process_plans_for_four_with_the_links_of_a_cluster_file(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_ranks(monkeypatch)
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama-tied"]))
     (tmp_path / "cluster.yaml").write_text(LINKED)
     job = (tmp_path / "config.json", "--seq-len", 32, "--precision", "fp32")
