@@ -272,10 +272,11 @@ HELD = [
     *(("muon", name) for name in ("replicated", "sharded, bf16", "stages")),
 ]
 NIGHTLY = {("adamw-4bit", "replicated"), ("adamw-4bit", "tensors and sequence, bf16"), ("adamw-4bit", "stages")} | {
-    *(("sgd", name) for name in CHECKED if name != "sharded, bf16")
+    *(("sgd", name) for name in CHECKED if name != "sharded, bf16"),
+    *(("adamw-8bit", "replicated"), ("adafactor", "stages"), ("muon", "stages")),
 }
 """Cases that repeat others: 4-bit moments have the same extra tensors as 8-bit ones, and a momentum has the shape of a
-parameter."""
+parameter; an optimizer has whole tensors under replicas as on stages, and Muon shares its matrices among replicas."""
 
 
 @pytest.mark.slow
