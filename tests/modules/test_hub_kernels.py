@@ -125,15 +125,11 @@ def test_the_packages_of_kernels_are_named_in_traces_for_gpus_and_in_warnings() 
     assert [any("causal_conv1d, flash-linear-attention" in line for line in lines) for lines in said] == [True, False]
 
 
-@pytest.mark.parametrize(("name", "num_traces"), [("llama", 1), ("qwen3_next", 2)])
-def test_one_trace_serves_cpus_and_gpus_if_no_layer_has_such_kernels(
-    name: str, num_traces: int, tmp_path: Path
-) -> None:
-    config = FAMILY_CONFIGS["llama"] if name == "llama" else split_config(name)
+def test_one_trace_serves_cpus_and_gpus_if_no_layer_has_such_kernels(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"seq_len": 32, "precision": "bf16", "degrees": (1,), "folder": tmp_path}
-    for hub_kernels in (False, True, False):
-        cached_trace(chain_from_config(config, name="test"), **sizes, hub_kernels=hub_kernels)
-    assert len([*tmp_path.iterdir()]) == num_traces
+    for hub_kernels in (False, True):
+        cached_trace(chain_from_config(FAMILY_CONFIGS["llama"], name="test"), **sizes, hub_kernels=hub_kernels)
+    assert len([*tmp_path.iterdir()]) == 1
 
 
 def test_compiled_blocks_are_refused_on_gpus_alone() -> None:
