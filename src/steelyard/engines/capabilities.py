@@ -52,6 +52,8 @@ class Capabilities:
     """Whether experts are divided only over ranks that share the states of the rest of a layer."""
     experts_of: frozenset[str] | None = None
     """Model types whose experts may be divided; None: all."""
+    experts_need_sp: bool = False
+    """Whether tp in a model with experts needs sp."""
     never_divided: frozenset[str] = frozenset()
     """Model types whose matrices tensor parallelism never divides."""
     sharded_tasks: frozenset[Task] | None = None
@@ -98,6 +100,8 @@ class Capabilities:
             return f"ep in a model of type {model_type}"
         if strategy.tensor_degree > 1 and model_type in self.never_divided:
             return f"tp in a model of type {model_type}"
+        if self.experts_need_sp and chain.has_experts and strategy.tensor_degree > 1 and not strategy.mode("sp"):
+            return "tp without sp in a model with experts"
         if strategy.state_shards > 1 and self.sharded_tasks is not None and chain.family.task not in self.sharded_tasks:
             return f"fsdp in a model of type {model_type}"
         return None

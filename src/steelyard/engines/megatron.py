@@ -52,6 +52,7 @@ CAPABILITIES = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of("dp", "tp", "dp+tp", "dp+ep", "dp+tp+ep", "cp", "dp+cp", "cp+tp", "dp+cp+tp"),
     modes={"sp": frozenset({False, True}), "cp_method": frozenset(_COMMUNICATION), "ep": frozenset(DEGREE.texts)},
+    experts_need_sp=True,  # core/transformer/moe/moe_layer.py, MoELayer.forward
     why_not={"fsdp": "which needs Megatron-FSDP: export --to megatron-fsdp"},
     remats=frozenset(Remat),
     remats_first_blocks=True,
