@@ -138,6 +138,7 @@ def test_layers_with_other_adapters_than_lora_are_not_divided_by_tp() -> None:
 def test_matrices_stored_together_for_adapters_are_not_divided_by_tp() -> None:
     chain = lora_plan("lora:r=4", FAMILY_CONFIGS["gpt2"], "dp2, dp2, dp2, dp2", num_devices=2).chain()
     assert chain.type_of(1).no_tp == "no tp for adapters with enter"
+    assert chain.type_of(0).no_tp == "", "tables of tokens and positions have no adapters"
 
 
 def test_a_base_without_linear_layers_of_torch_is_not_quantized_without_a_word() -> None:

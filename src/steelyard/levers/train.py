@@ -62,7 +62,7 @@ REFUSED = {
 _FIRST_VALUES = ("pissa", "olora", "loftq", "eva", "corda", "lora_ga", "mica")
 """Initializations of LoRA that need data, or a decomposition of the weights."""
 _MOST_RANK = 2**16
-_DIVIDED = frozenset({"columns", "rows", "whole", "on_part", "vocabulary", "logits", "enter", "region"})
+_DIVIDED = frozenset({"columns", "rows", "whole", "on_part", "vocabulary", "positions", "logits", "enter", "region"})
 """Styles of tp (`steelyard.modules.dimensions.tp`) whose adapters are divided too, or that have no adapters."""
 _LENT = 3
 _APART = "split_size"
