@@ -206,7 +206,7 @@ def test_names_are_those_of_its_files() -> None:
     plans = (
         uneven_pipeline(schedule="interleaved-1f1b", first_recomputed=2, parallel="dp2-tp2"),
         uniform("dp2-cp2-tp2", devices=8, sp=True),
-        divided_experts("mixtral-8x22b", ep=8, num_layers=56, parallel="dp8"),
+        divided_experts("qwen3-30b-a3b", ep=8, num_layers=48, parallel="dp8"),
     )
     for plan in plans:
         used = set()
@@ -226,10 +226,13 @@ def test_tokens_that_tp_would_cut_are_refused() -> None:
         exported(plan, "megatron-bridge")
 
 
-def test_what_megatron_would_lose_is_refused() -> None:
-    chain = load_model("pythia-6.9b")
-    with pytest.raises(UserError, match="gpt_neox"):
-        engine_of("megatron-bridge").refuse(chain, 2048)
+@pytest.mark.parametrize(
+    ("model", "named"), [("pythia-6.9b", "gpt_neox"), ("mixtral-8x7b", "mixtral"), ("gpt2", "gpt2")]
+)
+def test_what_megatron_would_lose_or_has_no_bridge_for_is_refused(model: str, named: str) -> None:
+    with pytest.raises(UserError, match=named) as caught:
+        engine_of("megatron-bridge").refuse(load_model(model), 1024)
+    assert named not in str(caught.value.expected)
 
 
 LORA = {"train": "lora:r=8,alpha=12,dropout=0.05"}
@@ -258,7 +261,7 @@ def test_adapters_that_it_has_not_are_refused(text: str, reason: str) -> None:
 
 
 def test_adapters_are_not_written_for_a_model_with_experts() -> None:
-    plan = divided_experts("mixtral-8x22b", ep=1, num_layers=56, parallel="dp8")
+    plan = divided_experts("qwen3-30b-a3b", ep=1, num_layers=48, parallel="dp8")
     with pytest.raises(UserError, match="which has experts"):
         exported(plan.model_copy(update={"levers": LORA}), "megatron-bridge")
 

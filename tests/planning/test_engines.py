@@ -139,7 +139,7 @@ def test_settings_that_cannot_be_say_why(engine: str, settings: Settings, words:
         ("torchtitan", "qwen3-30b-a3b", "tp 8 over 4 key-value heads"),
         ("automodel", "gpt2-medium", "tp in a model of type gpt2"),
         ("megatron", "qwen3-30b-a3b", "tp without sp in a model with experts"),
-        ("megatron-bridge", "mixtral-8x7b", "tp without sp in a model with experts"),
+        ("megatron-bridge", "qwen3-30b-a3b", "tp without sp in a model with experts"),
     ],
 )
 def test_tp_that_an_engine_refuses_at_its_start_is_not_planned(engine: str, model: str, words: str) -> None:

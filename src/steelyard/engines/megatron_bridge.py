@@ -7,7 +7,7 @@ Names are those of the package megatron-bridge 0.3.1 and of NVIDIA-NeMo/Megatron
 The bridge reads the config entries that `steelyard.engines.megatron_models` carries as flags, but not every version
 reads all of them: biases of every linear layer, windows, interpolated rotary embeddings, and the scoring and balancing
 of a router. The recipe sets these afterwards, by the same flags, and refuses the models that Megatron-LM's script
-refuses, and GPT-2.
+refuses, and those without a bridge in 0.3.1.
 Models for which that script has no flags here come from the bridges of 0.3.1 in ``models/deepseek``, ``models/glm`` and
 ``models/gpt_oss``: entries that these read are carried, others must have the values that they assume, and the recipe
 sets what transformers does otherwise (`_BRIDGED`).
@@ -35,6 +35,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import ROUTER_LOSS
 from steelyard.precision import Precision
 
+_NO_BRIDGE = ("gpt2", "mixtral")
 _OF_GRADIENTS = frozenset({"use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce"})
 """Flags of `DistributedDataParallelConfig`; all other parallel flags belong to the model."""
 _SET_AFTERWARDS = ("--moe-", "--window-size", "--rotary-seq-len-interpolation-factor")
@@ -150,7 +151,7 @@ def _set_afterwards(chain: ModelChain, seq_len: int) -> dict[str, Any]:
         known, settings = _BRIDGED[model_type](config)
         refuse_entries("megatron-bridge", chain, config, {**_ROUTED, **known})
         return settings | {"make_vocab_size_divisible_by": 1, "moe_router_load_balancing_type": "none"}
-    flags = model_flags(chain, seq_len, target="megatron-bridge", others=_BRIDGED)
+    flags = model_flags(chain, seq_len, target="megatron-bridge", lacking=_NO_BRIDGE, others=_BRIDGED)
     found = megatron.attributes([flag for flag in flags if flag.startswith(_SET_AFTERWARDS)])
     biases = {"add_bias_linear": "--disable-bias-linear" not in flags}
     return {_RENAMED.get(key, key): value for key, value in found.items()} | biases
@@ -176,8 +177,11 @@ _SIGMOID: Known = {
 }
 """Entries of models whose router scores by a sigmoid. Those of published files that transformers does not read have the
 values that it assumes, or none that is trained."""
-_FIXED_ROUTER: Mapping[str, Any] = {"moe_router_bias_update_rate": 0.0, "mtp_num_layers": None}
-"""Settings of a router whose biases stay, and no layers for further tokens, as in transformers."""
+_FIXED_ROUTER: Mapping[str, Any] = {
+    **{"moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 0.0, "mtp_num_layers": None}
+}
+"""Settings of a router whose scores are sigmoids and whose biases stay, and no layers for further tokens, as in
+transformers. DeepSeek-V3's bridge takes the scores from an entry that not every config has."""
 
 
 def _deepseek_v3(config: Mapping[str, Any]) -> tuple[Known, dict[str, Any]]:

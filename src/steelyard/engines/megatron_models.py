@@ -16,21 +16,29 @@ from steelyard.model.family import ROUTER_LOSS
 
 Flags = list[str]
 """Options, each with its value after a space, which the script quotes."""
+_GPT2 = "gpt2"
 
 
-def model_flags(chain: ModelChain, seq_len: int, *, target: str = "megatron", others: Iterable[str] = ()) -> Flags:
+def model_flags(
+    chain: ModelChain,
+    seq_len: int,
+    *,
+    target: str = "megatron",
+    lacking: Iterable[str] = (),
+    others: Iterable[str] = (),
+) -> Flags:
     """Return the flags of a model for ``seq_len`` tokens.
 
-    Raises `UserError` if Megatron cannot build the model. ``others`` are model types that ``target`` builds without
-    these flags; every target but Megatron-LM's own script reads the config itself, and none of them reads GPT-2's.
+    Raises `UserError` if Megatron cannot build the model. ``lacking`` are model types of Megatron-LM's script that
+    ``target`` does not build, ``others`` those that it builds without these flags.
     """
     model_type = chain.family.model_type
-    types = {*_FAMILIES, *others, *([_GPT2] if target == "megatron" else [])}
+    types = {_GPT2, *_FAMILIES} - {*lacking}
     if model_type not in types:
         raise UserError(
             field="--to",
             found=f"{target} for {chain.name} ({model_type})",
-            expected="a model of " + ", ".join(sorted(types)),
+            expected="a model of " + ", ".join(sorted({*types, *others})),
             hint=other_export(chain),
         )
     config = completed(chain, seq_len)
@@ -175,7 +183,6 @@ _FAMILIES: Mapping[str, tuple[Known, Callable[[Mapping[str, Any]], Flags]]] = {
 }
 """Entries carried in addition to the common ones, and the function that writes them, by model type."""
 
-_GPT2 = "gpt2"
 _OF_GPT2: Known = {
     **dict.fromkeys(("n_embd", "n_layer", "n_head", "n_inner", "n_positions", "n_ctx", "vocab_size"), ANY),
     **dict.fromkeys(("attn_pdrop", "resid_pdrop", "layer_norm_epsilon"), ANY),
