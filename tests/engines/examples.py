@@ -137,12 +137,19 @@ def container_of(content: str) -> dict[str, Any]:
 
 
 def divided_experts(
-    model: str, *, ep: int, num_layers: int, dense: int = 0, parallel: str = "fsdp8", **of_experts: Any
+    model: str,
+    *,
+    ep: int,
+    num_layers: int,
+    dense: int = 0,
+    parallel: str = "fsdp8",
+    sp: bool = False,
+    **of_experts: Any,
 ) -> Plan:
     """One stage of 8 devices whose blocks but the first ``dense`` ones divide their experts."""
-    last = num_layers + 1
-    experts = run(dense + 1, num_layers, parallel, ep=ep, **of_experts)
-    runs = [run(0, dense, parallel), experts, run(last, last, parallel)]
+    last, same = num_layers + 1, {"sp": True} if sp else {}
+    experts = run(dense + 1, num_layers, parallel, ep=ep, **same, **of_experts)
+    runs = [run(0, dense, parallel, **same), experts, run(last, last, parallel, **same)]
     return read(
         {
             "version": 1,

@@ -902,7 +902,7 @@ def test_torchtitan_knows_qwen3_with_experts_by_flavor_and_by_name() -> None:
 
 @pytest.mark.parametrize(("parallel", "ep", "ranks"), [("fsdp8", 4, 4), ("fsdp4-tp2", 4, 8), ("dp8", 8, 8)])
 def test_megatron_divides_whole_experts_over_the_ranks_of_ep_and_tp(parallel: str, ep: int, ranks: int) -> None:
-    plan = divided_experts("mixtral-8x22b", ep=ep, num_layers=56, parallel=parallel)
+    plan = divided_experts("mixtral-8x22b", ep=ep, num_layers=56, parallel=parallel, sp="tp" in parallel)
     name = "megatron-fsdp" if "fsdp" in parallel else "megatron"
     assert unsupported(plan, ENGINES[name].capabilities) == ()
     text = text_of(plan, name, ".sh")
