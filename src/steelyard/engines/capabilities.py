@@ -46,14 +46,14 @@ class Capabilities:
     """Replacements of some of these values if a layer also uses another dimension, by the name of that dimension."""
     modes_piped: Allowed = field(default_factory=dict)
     """Replacements of some of these values if there are several stages."""
+    modes_with_experts: Allowed = field(default_factory=dict)
+    """Restrictions of some of these values in every layer of a model with experts."""
     shares_heads: bool = True
     """Whether tp may have more ranks than there are key-value heads, so that several ranks hold the same head."""
     experts_within_shards: bool = False
     """Whether experts are divided only over ranks that share the states of the rest of a layer."""
     experts_of: frozenset[str] | None = None
     """Model types whose experts may be divided; None: all."""
-    experts_need_sp: bool = False
-    """Whether tp in a model with experts needs sp."""
     never_divided: frozenset[str] = frozenset()
     """Model types whose matrices tensor parallelism never divides."""
     sharded_tasks: frozenset[Task] | None = None
@@ -100,10 +100,13 @@ class Capabilities:
             return f"ep in a model of type {model_type}"
         if strategy.tensor_degree > 1 and model_type in self.never_divided:
             return f"tp in a model of type {model_type}"
-        if self.experts_need_sp and chain.has_experts and strategy.tensor_degree > 1 and not strategy.mode("sp"):
-            return "tp without sp in a model with experts"
         if strategy.state_shards > 1 and self.sharded_tasks is not None and chain.family.task not in self.sharded_tasks:
             return f"fsdp in a model of type {model_type}"
+        for dimension in strategy.dimensions if chain.has_experts else ():
+            for mode in dimension.modes:
+                value = strategy.mode(mode.key)
+                if value not in self.modes_with_experts.get(mode.key, {value}):
+                    return f"{mode.written(dimension, value)} in a model with experts"
         return None
 
     def allowed(self, mode: Mode, *, is_piped: bool) -> frozenset[Value]:
