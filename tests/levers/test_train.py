@@ -323,8 +323,8 @@ NIGHTLY = {"dora, stages", "vera, bf16", "nf4, bf16", "replicated, bf16", "repli
 }
 """Casts are in a case with bf16, dora in one with nf4, tp beside sp, stages in another; each kind of base is in one,
 quantized experts in the one with adapters at them, too."""
-OF_ONE_TRACE = {"sharded, bf16", "tensors and sequence, bf16", "tensors"}
-"""Cases that are priced by a trace with tp; plans of the others do not have it."""
+WITH_TP = {"sharded, bf16", "tensors and sequence, bf16", "tensors"}
+"""Cases whose layers are also traced under tp, which the plans of the others do not have."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]
 
 
@@ -342,7 +342,7 @@ def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str) -> 
         global_batch=16,
         num_devices=2,
     )
-    job = _job(plan, (1, 2) if name in OF_ONE_TRACE else (1,))
+    job = _job(plan, (1, 2) if name in WITH_TP else (1,))
     for stage, terms in enumerate(predict_memory(plan, job)):
         found = dry_run(plan, plan.stages[stage].ranks[0], backend="gloo")
         peak = max(found.first_step.total_bytes, found.later_steps.total_bytes)

@@ -40,7 +40,7 @@ def _under(kernels: Kernels, job: Job, imbalance: float, slowdown: float) -> tup
     """Return the layers of the job's profile in closed form; empty if a layer does not have that form."""
     layer_types = {layer_type.name: layer_type for layer_type in job.chain.layer_types}
     shape, found, adapters = DecoderShape.of(job.chain, job.seq_len), [], job.effects.adapters
-    if completed(job.chain, job.seq_len).get("resid_pdrop"):
+    if completed(job.chain, job.seq_len).get("resid_pdrop"):  # as GPT-2 calls what follows attention and MLP
         kernels = replace(kernels, dropout=True)
     if shape is None or (adapters and not adapters.targets <= {*linear_names(shape)}):
         return ()

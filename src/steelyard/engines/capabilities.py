@@ -70,7 +70,6 @@ class Capabilities:
     """Names of levers that the engine does not combine with weight passes."""
     schedules: frozenset[str] = frozenset()
     """Names of the pipeline schedules; empty if there are no pipelines. Pipelines may be cut anywhere."""
-
     pipes_tied: bool = True
     """Whether a head on another stage may share the embedding's matrix."""
 

@@ -310,8 +310,8 @@ def _training(view: UniformPlan, version: _Version) -> dict[str, Any]:
         }
     sizes["mixed_precision_param"] = "bfloat16" if view.precision == "bf16" else "float32"
     sizes |= {"enable_cpu_offload": True} if view.on_host else {}
-    waits = has_stages or view.ranks_of_experts > 1  # `Trainer.Config._validate_cuda_graphs`
-    return sizes | ({"disable_cuda_graphs": True} if waits else {})
+    is_refused = has_stages or view.ranks_of_experts > 1  # with graphs: `Trainer.Config._validate_cuda_graphs`
+    return sizes | ({"disable_cuda_graphs": True} if is_refused else {})
 
 
 def _parallelism(view: UniformPlan, version: _Version) -> dict[str, Any]:

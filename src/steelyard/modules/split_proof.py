@@ -115,7 +115,7 @@ def no_cp(split: ModelSplit, layer_type: SplitLayerType, *, attention_drops: boo
 
 
 def _no_sp(split: ModelSplit) -> str:
-    """Return why a layer type cannot be sequence-parallel; empty if it is to be tried."""
+    """Return why no layer of a model can be sequence-parallel; empty if it is to be tried."""
     known = IMAGE_NO_SP if split.image else ENCODER_NO_SP if split.encoder else ""
     if split.encoder and split.encoder.encoded is None:
         known = IMAGE_NO_SP
