@@ -30,6 +30,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from steelyard.cost.context import communicator_bytes
 from steelyard.cost.job import Job, JobConfig, Strategies, sample_bytes
 from steelyard.cost.layer_load import (
     held_params,
@@ -43,7 +44,7 @@ from steelyard.cost.layer_load import (
 from steelyard.levers import Effects
 from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole, LayerType
-from steelyard.plan.dimensions.dimension import Working, needs_nothing
+from steelyard.plan.dimensions.dimension import Value, Working, needs_nothing
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import LayerProfile
 from steelyard.profiles.shapes import Affine
@@ -294,9 +295,11 @@ class LayerRow:
     """[2, 4, S] constant and per-sample bytes: saved, input, forward and backward working memory."""
     inputs: IntTable
     """Recomputation buffers still live during gradient reduction, in multiples of the layer's input size."""
-    needy: tuple[tuple[Strategy, IntTable], ...]
-    """Strategies whose dimensions need more than was traced: one per group of equal needs, and the indices of the
-    group."""
+    needy: tuple[tuple[Strategy, tuple[Value, ...], IntTable], ...]
+    """Strategies whose dimensions need more than was traced: one per group of equal needs, the modes that these depend
+    on, and the indices of the group."""
+    communicators: IntTable
+    """Bytes of the communicators that the layer uses."""
 
     @classmethod
     def of(cls, layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> Self:
@@ -310,14 +313,15 @@ class LayerRow:
         name = layer_type.name
         cells = [once(("cell", name, each, has_several), partial(_cell, layer_type, each, config)) for each in chosen]
         numbers = np.array([each.numbers for each in cells]).T
-        inputs, needs, *degrees = numbers
-        alike: dict[object, list[int]] = {}
+        inputs, needs, communicators, *degrees = numbers
+        alike: dict[object, tuple[Strategy, tuple[Value, ...], list[int]]] = {}
         for place in np.flatnonzero(needs).tolist():
-            each = chosen[place]
+            each = chosen[place].with_whole_experts()  # their division changes nothing that a dimension needs
             layer = layer_profile(layer_type, each, config)
             needing = (dimension for dimension in each.dimensions if dimension.working is not needs_nothing)
             modes = tuple([each.mode(mode.key) for dimension in needing for mode in dimension.modes])
-            alike.setdefault((layer, each.sample_degree, each.token_degree, each.remat, modes), []).append(place)
+            key = layer, each.sample_degree, each.token_degree, each.remat, modes
+            alike.setdefault(key, (each, modes, []))[2].append(place)
         return cls(
             layer_type=layer_type,
             chosen=chosen,
@@ -325,17 +329,18 @@ class LayerRow:
             states=np.array([each.states for each in cells]).T,
             lines=np.array([each.lines for each in cells]).T.reshape(2, 4, -1),
             inputs=inputs,
-            needy=tuple((chosen[places[0]], np.array(places)) for places in alike.values()),
+            communicators=communicators,
+            needy=tuple((strategy, modes, np.array(places)) for strategy, modes, places in alike.values()),
         )
 
     def work(self, config: JobConfig) -> RowWork:
         """Return the bytes in a configuration, which must have one or several microbatches as the row does."""
         samples = rank_samples(self.numbers, config.microbatch_samples)
         needed = np.zeros((4, len(self.chosen)))
-        for strategy, places in self.needy:
+        for strategy, modes, places in self.needy:
             layer = layer_profile(self.layer_type, strategy, config)
             of_rank = rank_samples(strategy, config.microbatch_samples)
-            key = "needed", layer, of_rank, strategy.token_degree, strategy.remat, strategy.modes
+            key = "needed", layer, of_rank, strategy.token_degree, strategy.remat, modes
             more = config.job.once(key, partial(working_bytes, layer, strategy, config))
             needed[0, places], needed[2, places], needed[3, places] = more.saved, more.forward, more.backward
         found = np.clip(self.lines[0] + self.lines[1] * samples + needed, -_BEYOND_BYTES, _BEYOND_BYTES)
@@ -353,7 +358,8 @@ class _Cell(NamedTuple):
     states: tuple[int, ...]
     lines: tuple[float, ...]
     numbers: tuple[int, ...]
-    """`LayerRow.inputs`, whether the strategy is in `LayerRow.needy`, and the fields of `Strategies`."""
+    """`LayerRow.inputs`, whether the strategy is in `LayerRow.needy`, `LayerRow.communicators`, and the fields of
+    `Strategies`."""
 
 
 def _cell(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> _Cell:
@@ -364,8 +370,12 @@ def _cell(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> _Cell
     lines[kept] = lines[kept] + _adapter_copies(layer, strategy, config.job)
     inputs = _RECOMPUTED_INPUTS if remat is Remat.FULL else 0
     is_needy = any(dimension.working is not needs_nothing for dimension in strategy.dimensions)
+    plain = strategy.without_remat()  # remat repeats collectives in the same groups
+    groups = partial(communicator_bytes, layer_type, plain, config)
+    communicators = config.job.once(("groups", layer_type.name, plain), groups)
+    degrees = strategy.sample_degree, strategy.token_degree, strategy.sequence_degree
     return _Cell(
         states=layer_states(layer_type, strategy, config).numbers,
         lines=(*(line.constant for line in lines), *(line.per_sample for line in lines)),
-        numbers=(inputs, is_needy, strategy.sample_degree, strategy.token_degree, strategy.sequence_degree),
+        numbers=(inputs, is_needy, communicators, *degrees),
     )

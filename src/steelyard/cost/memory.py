@@ -49,7 +49,6 @@ divided by 1 + slack, they count divided by 1 + slack too (`LayerRows.counted`).
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,6 @@ from numpy.typing import NDArray
 
 from steelyard.cost.context import (
     apart_slack,
-    communicator_bytes,
     context_bytes,
     counted_bytes,
     counted_context_bytes,
@@ -122,26 +120,34 @@ class LayerRows:
         return replace(self, works=works, ends=ends, first_reduction=first, communicators=new)
 
 
-def layer_rows(config: JobConfig, strategies: Sequence[Strategy], legal: NDArray[np.bool_]) -> LayerRows:
-    """Return the rows of a pipeline configuration, which are independent of its schedule."""
+def layer_rows(
+    config: JobConfig,
+    strategies: Sequence[Strategy],
+    legal: NDArray[np.bool_],
+    possible: NDArray[np.bool_] | None = None,
+) -> LayerRows:
+    """Return the rows of a pipeline configuration, which are independent of its schedule.
+
+    ``possible`` [K, S] are the strategies that are legal with some number of microbatches. Given these, configurations
+    that differ only in this number share what is independent of it.
+    """
     layer_types, found = config.job.chain.layer_types, np.zeros((15, *legal.shape), dtype=np.int64)
     groups = np.zeros(legal.shape, dtype=np.int64)
     for row, layer_type in enumerate(layer_types):
-        columns = np.flatnonzero(legal[row])
+        columns = np.flatnonzero((legal if possible is None else possible)[row])
         if len(columns):
-            chosen = [strategies[column] for column in columns.tolist()]
-            price = _own_rows if config.job.execution.keeps_own_buffers else _rows
-            found[:, row, columns] = price(layer_type, chosen, config)
-            groups[row, columns] = _communicators(layer_type, chosen, config)
-    found = np.clip(found, _NEVER, MOST_BYTES)
+            made = LayerRow.of(layer_type, tuple([strategies[column] for column in columns.tolist()]), config)
+            found[:, row, columns] = (_own_rows if config.job.execution.keeps_own_buffers else _rows)(made, config)
+            groups[row, columns] = made.communicators
+    found, groups = np.where(legal, np.clip(found, _NEVER, MOST_BYTES), 0), np.where(legal, groups, 0)
     found[8:11] += groups
     names = ("freed", "works", "ends", "first_reduction", "ahead", "left", "sent", "gathered")
     return LayerRows(terms=found[:7], communicators=groups, **dict(zip(names, found[7:], strict=True)))
 
 
-def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:
+def _rows(row: LayerRow, config: JobConfig) -> IntTable:
     """Return the fields of `LayerRows`, as rows [15, S]."""
-    job, row = config.job, LayerRow.of(layer_type, chosen, config)
+    job, layer_type = config.job, row.layer_type
     saved, entered, reducing, forward, backward, read, on_host = row.work(config)
     shard, gradients, optimizer, copy, keeps, whole, shards, is_sharded, *others = row.states
     made, reduced, first, later, trains, drops, moves, step, fetched = others
@@ -159,12 +165,12 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     sample_degree, _, sequence_degree = row.numbers
     share = config.microbatch_samples // sample_degree * job.compute_bytes
     backward = backward + share * waiting // sequence_degree
-    copies = np.array([1 if each.remat is Remat.FULL else 2 for each in chosen])
+    copies = np.array([1 if each.remat is Remat.FULL else 2 for each in row.chosen])
     sending = np.maximum(0, backward - copies * (share * handed // sequence_degree))
     beside = np.where(moves, made + own, _NEVER)
     rest = entered + reducing + on_host - drops * np.maximum(0, saved - entered) - is_sharded * kept
     reduction, reduction_first = (np.where(trains, rest + each, _NEVER) for each in (first if one else later, first))
-    tied = np.array([_tied_bytes(layer_type, each, config) for each in chosen])
+    tied = _tied_bytes(layer_type, row.chosen, config)
     tied = np.where(tied > 0, tied + np.maximum(0, -freed) - kept, _NEVER)
     stepping = np.where(step > 0, step - freed, _NEVER)
     inner = np.maximum.reduce([forward, backward + beside, tied, stepping])
@@ -173,18 +179,6 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     found += [np.maximum(inner, reduction - left), ends, np.maximum(inner, reduction_first - left)]
     found += [(shards > 1) * ((1 - keeps) * gathered + fetched), left, share * flowing // sequence_degree, gathered]
     return np.stack(np.broadcast_arrays(*found)).astype(np.int64)
-
-
-def _communicators(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:
-    """Bytes [S] of the communicators that a layer uses."""
-    once, name = config.job.once, layer_type.name
-
-    def of_all() -> IntTable:
-        plain = (each.without_remat() for each in chosen)  # remat repeats collectives in the same groups
-        found = [once(("groups", name, each), partial(communicator_bytes, layer_type, each, config)) for each in plain]
-        return np.array(found, dtype=np.int64)
-
-    return once(("groups of", name, tuple(chosen)), of_all)
 
 
 def _entries(layer_type: LayerType, config: JobConfig) -> tuple[int, int, int]:
@@ -213,28 +207,29 @@ def _most_waiting(
     return max((num for span in spans for at, num in read_behind(span, seq_len) if span[at] == place), default=0)
 
 
-def _tied_bytes(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> int:
-    """Bytes that a rank needs to sum the gradients of the tied vocabulary matrix if its copies are sharded differently.
+def _tied_bytes(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:
+    """Bytes [S] that a rank needs to sum the gradients of the tied vocabulary matrix if its copies are sharded
+    differently.
 
     Needed after the backward passes, when compute-dtype copies are freed.
     """
     chain = config.job.chain
     is_tied = any(chain.type_of(layer) == layer_type for shared in chain.summed for layer, _ in shared.copies)
     if not is_tied or layer_type.role is LayerRole.BLOCK:
-        return 0
-    width = -(-chain.hidden_size // (SLICES_PER_RANK * strategy.tensor_degree))
-    return _SLICES_HELD * config.job.effects.weight_bytes * chain.vocab_size * width
+        return np.zeros(len(chosen), dtype=np.int64)
+    width = [-(-chain.hidden_size // (SLICES_PER_RANK * each.tensor_degree)) for each in chosen]
+    return _SLICES_HELD * config.job.effects.weight_bytes * chain.vocab_size * np.array(width, dtype=np.int64)
 
 
-def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:
+def _own_rows(row: LayerRow, config: JobConfig) -> IntTable:
     """Return the rows of `_rows` for a framework with its own buffers.
 
     Gradients that are accumulated late, and temporaries of the optimizer step, count only beyond the layer's saved
     bytes.
     """
-    execution, job, row = config.job.execution, config.job, LayerRow.of(layer_type, chosen, config)
+    execution, job, layer_type, chosen = config.job.execution, config.job, row.layer_type, row.chosen
     saved, _, _, forward, backward, read, _ = row.work(config)
-    key = "own states", layer_type.name, config.is_piped, tuple(chosen)
+    key = "own states", layer_type.name, config.is_piped, chosen
     states = job.once(key, lambda: np.array([_own_states(layer_type, each, config) for each in chosen]).T)
     trained, parameters, gradients, optimizer, stepping, bucket = states
     freed = gradients * (execution.frees_gradients and not config.has_several)

@@ -126,12 +126,12 @@ class Strategy:
         """Build the strategy from modes by name, defaults included. Raise `InvalidPlanError` for an unknown one."""
         known = modes()
         for key, value in chosen.items():
-            texts = known[key][1].texts if key in known else None
-            if texts is None:
+            if key not in known:
                 expected = "one of " + ", ".join(known)
                 raise InvalidPlanError(field=key, found=repr(key), expected=expected, hint=nearest(key, list(known)))
-            if not any(value is each or (type(value) is type(each) and value == each) for each in texts):
-                most = [repr(each) for each in texts][:4]
+            mode = known[key][1]
+            if type(value) is not type(mode.default) or value not in mode.texts:
+                most = [repr(each) for each in mode.texts][:4]
                 raise InvalidPlanError(
                     field=key, found=repr(value), expected="one of " + ", ".join(most), hint="correct the value"
                 )
@@ -339,7 +339,13 @@ _KEPT = 1 << 18
 
 @lru_cache(maxsize=_KEPT)
 def _strategy(levels: Levels, remat: Remat, chosen: tuple[tuple[str, Value], ...]) -> Strategy:
-    return Strategy(levels=levels, remat=remat, modes=chosen)
+    if remat is Remat.NONE:
+        return Strategy(levels=levels, modes=chosen)
+    found, without = object.__new__(Strategy), _strategy(levels, Remat.NONE, chosen)
+    own = {"remat": remat, "_hash": hash((levels, remat, chosen))}  # nothing else depends on remat
+    for name in Strategy.__slots__:
+        object.__setattr__(found, name, own[name] if name in own else getattr(without, name))
+    return found
 
 
 @lru_cache(maxsize=_KEPT)

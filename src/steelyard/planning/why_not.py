@@ -4,6 +4,7 @@ Requirements that no strategy can meet, whatever the stages, are found by the di
 requirement is tried alone, then all together, with the smallest strategy that meets them.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -244,7 +245,8 @@ def left_out(job: Job, decisions: Decisions) -> tuple[str, ...]:
     batch = Batch(microbatch_samples=job.global_batch, seq_len=job.seq_len)
     blocks = [layer for layer in job.chain.layer_types if layer.role is LayerRole.BLOCK]
     found: dict[str, Strategy] = {}
-    for size in sorted({config.devices_per_stage for config in configs}):
+    sizes = sorted({config.devices_per_stage for config in configs})
+    for size in sizes[: bisect_right(sizes, 2 * job.cluster.devices_per_node) + 1]:  # larger ones add no reason
         for strategy in enumerate_strategies(size, whole):
             reason = space_refusal(strategy, limits)
             if reason and reason not in found and any(illegal_reason(each, strategy, batch) is None for each in blocks):
