@@ -184,9 +184,13 @@ class Strategy:
                 return value
         return modes()[key][1].default
 
+    def with_remat(self, remat: Remat) -> "Strategy":
+        """Return the strategy with another remat choice."""
+        return _strategy(self.levels, remat, self.modes)
+
     def without_remat(self) -> "Strategy":
         """Return the strategy without recomputation."""
-        return _strategy(self.levels, Remat.NONE, self.modes)
+        return self.with_remat(Remat.NONE)
 
     def with_whole_experts(self) -> "Strategy":
         """Return the strategy for a neighbouring layer without experts: no modes of dimensions without own ranks."""

@@ -238,7 +238,7 @@ def _strategy(job: Job, settings: Settings, data: int, experts: int) -> Strategy
         found = parse_strategy(" ".join(words))
     except InvalidPlanError as error:
         raise UserError(**error.parts() | {"field": "settings"}) from None
-    return replace(found, remat=Remat.FULL if settings.remat_blocks is not None else settings.remat)
+    return found.with_remat(Remat.FULL if settings.remat_blocks is not None else settings.remat)
 
 
 def _schedule(settings: Settings) -> Schedule:

@@ -154,7 +154,7 @@ def _of_one_sharding(tables: CostTables, plan: Plan, sharding: Strategy) -> Cost
         own = _as_usual(plan, sharding, types[name])
         remats = Remat if types[name].role is LayerRole.BLOCK else (Remat.NONE,)
         of_plan = {plan.strategies[place] for place in ends if chain.type_of(place).name == name}
-        offered = {*of_plan, *(replace(own, remat=remat) for remat in remats)}
+        offered = {*of_plan, *(own.with_remat(remat) for remat in remats)}
         kept[row] = [each in offered for each in tables.strategies]
     return replace(tables, legal=tables.legal & kept)
 

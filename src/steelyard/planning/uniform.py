@@ -12,7 +12,6 @@ torchtitan ("3D" to "5D").
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -141,7 +140,7 @@ def _remat_pairs(strategies: tuple[Strategy, ...], wanted: tuple[tuple[Remat, Re
     places = {strategies[index]: place for place, index in enumerate(_alike(strategies)[0].tolist())}
     groups = []
     for sharding in dict.fromkeys(each.without_remat() for each in places):
-        remats = {remat: places.get(replace(sharding, remat=remat)) for remat in REMATS}
+        remats = {remat: places.get(sharding.with_remat(remat)) for remat in REMATS}
         pairs = [(remats[less], remats[more]) for less, more in wanted if None not in (remats[less], remats[more])]
         groups += [pairs + pairs[:1] * (len(wanted) - len(pairs))] if pairs else []
     return np.array(groups, dtype=np.int64).reshape(-1, len(wanted), 2)

@@ -178,11 +178,12 @@ def _leaves(levels: Levels, options: SpaceOptions) -> Iterator[Strategy]:
         for mode in dimension.modes
     ]
     for pairs in itertools.product(*choices):
-        leaves = (Strategy.of(levels, remat, **dict(pairs)) for remat in options.remats)
+        first = Strategy.of(levels, **dict(pairs))
+        leaves = (first.with_remat(remat) for remat in options.remats)
         if options.insists is not None:
             yield from filter(is_offered, leaves)
-        elif (first := next(leaves, None)) and is_offered(first):
-            yield from (first, *leaves)
+        elif is_offered(first):
+            yield from leaves
 
 
 def _values(levels: Levels, mode: Mode, options: SpaceOptions) -> tuple[Value, ...]:
