@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from steelyard.cost.job import layer_precision
-from steelyard.engines import ENGINES, TARGETS
+from steelyard.engines import ENGINES, TARGETS, engine_of
 from steelyard.engines.writing import Request, export_plan
 from steelyard.errors import UserError
 from steelyard.hardware import parse_cluster
@@ -64,7 +64,9 @@ def test_what_is_written_for_an_engine_is_read_again(name: str, tmp_path: Path) 
         assert again.stages == plan.stages
         assert (again.num_microbatches, again.schedule) == (plan.num_microbatches, plan.schedule)
         assert (again.global_batch, again.precision) == (plan.global_batch, plan.precision)
-        assert again.prediction == plan.prediction
+        assert again.engine == (f"{engine}+whole-loss" if file.endswith(".toml") else engine)
+        expected, _ = price_settings(request, engine_of(again.engine), precision, settings)
+        assert again.prediction == expected.prediction
         assert not any(name in note for note in notes for name in ("parallel", "batch", "seq"))
 
 
@@ -207,7 +209,7 @@ def test_a_users_own_arguments_are_read_and_the_rest_is_named(text: str, tmp_pat
         Settings(tp=2, pp=2),
     )[0]
     assert plan.stages == expected.stages
-    assert notes == ("Not read of mine.sh: lr, tp_comm_overlap.",)
+    assert notes == ("Not read of mine.sh: tp_comm_overlap.",)
 
 
 def test_gradients_that_megatron_keeps_in_fp16_are_said(tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_gradients_that_megatron_keeps_in_fp16_are_said(tmp_path: Path) -> None:
     assert plan.precision == "fp16"
     assert "gradients in fp16 (priced in fp32" in notes[0]
     path.write_text(SCRIPT.replace("--bf16", "--fp16 --accumulate-allreduce-grads-in-fp32"))
-    assert plan_of_file(path, "llama3-8b", CLUSTER)[1] == ("Not read of mine.sh: lr, tp_comm_overlap.",)
+    assert plan_of_file(path, "llama3-8b", CLUSTER)[1] == ("Not read of mine.sh: tp_comm_overlap.",)
 
 
 @pytest.mark.parametrize(("module", "unread"), [("layernorm", ""), ("core_attn", "recompute_modules, ")])
@@ -228,7 +230,95 @@ def test_modules_that_are_recomputed_are_those_that_are_priced_or_named(
     path.write_text(SCRIPT.replace("--bf16", f"--bf16 --recompute-granularity selective --recompute-modules {module}"))
     plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
     assert {str(strategy.remat) for strategy in plan.strategies[1:-1]} == {"selective"}
-    assert notes == (f"Not read of mine.sh: {unread}lr, tp_comm_overlap.",)
+    assert notes == (f"Not read of mine.sh: {unread}tp_comm_overlap.",)
+
+
+MOE_SCRIPT = """
+    --expert-model-parallel-size 8 --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 64
+    --seq-length 4096 --bf16 --moe-grouped-gemm
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "engine", "precision"),
+    [
+        (SCRIPT.replace("--bf16", '--bf16 "--fp8-format hybrid"'), "llama3-8b", "megatron", "fp8"),
+        (SCRIPT.replace("--bf16", "--bf16 --grad-reduce-in-bf16"), "llama3-8b", "megatron+bf16-gradients", "bf16"),
+        (
+            SCRIPT.replace("--bf16", "--bf16 --fp8-format hybrid --fp8-param-gather --cross-entropy-loss-fusion"),
+            "llama3-8b",
+            "megatron+fp8-parameters+fused-loss",
+            "fp8",
+        ),
+        (MOE_SCRIPT, "mixtral-8x7b", "megatron+allgather", "bf16"),  # Megatron's default
+        (MOE_SCRIPT + "--moe-token-dispatcher-type alltoall", "mixtral-8x7b", "megatron", "bf16"),
+        (
+            MOE_SCRIPT + "--moe-token-dispatcher-type flex --moe-router-force-load-balancing",
+            "mixtral-8x7b",
+            "megatron+deepep+balanced",
+            "bf16",
+        ),
+    ],
+)
+def test_switches_of_megatron_are_options_of_the_engine_with_their_price(
+    text: str, model: str, engine: str, precision: Precision, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.sh"
+    path.write_text(text)
+    plan, notes = plan_of_file(path, model, CLUSTER)
+    assert (plan.engine, plan.precision) == (engine, precision)
+    assert not any("moe" in note or "grad_reduce" in note or "fp8" in note for note in notes)
+    request = make_request(model, CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0)
+    settings = Settings(tp=2, pp=2) if model == "llama3-8b" else Settings(ep=8, sp=False)
+    expected, _ = price_settings(request, engine_of(engine), precision, settings)
+    plain, _ = price_settings(request, ENGINES["megatron"], "bf16", settings)
+    assert plan.prediction == expected.prediction
+    assert (plan.prediction == plain.prediction) == (engine == "megatron" and precision == "bf16")
+
+
+@pytest.mark.parametrize(
+    ("lines", "engine", "levers", "unread"),
+    [
+        ("[model]\nflavor = '8B'\nconverters = []", "torchtitan+whole-loss", {}, ""),
+        (
+            "[model]\nflavor = '8B'\nconverters = ['float8']\n[float8]\nrecipe_name = 'rowwise'",
+            "torchtitan+whole-loss",
+            {"float8": "rowwise"},
+            "",
+        ),
+        ("[compile]\nenable = true\n[optimizer]\nlr = 0.1", "torchtitan+compile", {}, ""),
+        ("[compile]\nenable = false", "torchtitan", {}, ""),
+        (
+            "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '2'",
+            "torchtitan",
+            {},
+            "option 2 (priced",
+        ),
+        ("dtype = 'bfloat16'", "torchtitan", {}, "training.dtype bfloat16 (priced in float32)"),
+        ("enable_cpu_offload = true", "torchtitan", {"offload": "parameters"}, ""),
+    ],
+)
+def test_what_a_torchtitan_file_switches_on_is_priced_or_named(
+    lines: str, engine: str, levers: dict[str, str], unread: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f"[training]\nlocal_batch_size = 1\nseq_len = 4096\n{lines}\n")
+    plan, notes = plan_of_file(path, "llama3.1-8b", CLUSTER)
+    assert plan.engine == engine
+    assert plan.levers == levers
+    assert unread in notes[0] if unread else not notes
+
+
+def test_what_a_trainer_fills_in_later_is_said_or_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    content = '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "offload_param": {"device": '
+    path.write_text(content + '"none"}}, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}')
+    plan, notes = plan_of_file(path, "llama3-8b", CLUSTER, global_batch=16, seq_len=2048)
+    assert plan.precision == "bf16"
+    assert notes == ("Not read of mine.json: the precision, which is auto (priced in bf16).",)
+    path.write_text(content + '"cpu"}}}')
+    with pytest.raises(UserError, match="param on cpu, optimizer on none"):
+        plan_of_file(path, "llama3-8b", CLUSTER, global_batch=16, seq_len=2048)
 
 
 def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: Path) -> None:
@@ -246,6 +336,9 @@ def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: P
         ("mine.sh", "--seq-length 4096", "--global-batch"),
         ("mine.sh", "--tensor-model-parallel-size $TP", "tensor_model_parallel_size"),
         ("mine.sh", "--num-layers 80", "--from"),
+        ("mine.sh", "--ffn-hidden-size 11008", "--from"),
+        ("mine.sh", "--num-experts 8", "--from"),
+        ("mine.sh", "--moe-token-dispatcher-type other", "moe_token_dispatcher_type"),
         ("mine.sh", "--lr '3", "--from"),
         ("mine.toml", "[training]\nmixed_precision_param = 'float16'", "--precision"),
         ("mine.toml", "[training", "--from"),

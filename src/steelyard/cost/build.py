@@ -94,9 +94,8 @@ class LayerCosts:
     @cached_property
     def rows(self) -> LayerRows:
         """Bytes of layers, as counted within `usable_bytes`."""
-        return layer_rows(self._config, self.strategies, self.legal, self.stage.legal.any(axis=2)).counted(
-            self._config.job
-        )
+        possible = np.logical_or.reduce(self.stage.legal, axis=2)
+        return layer_rows(self._config, self.strategies, self.legal, possible).counted(self._config.job)
 
     def time_s(self, layer_types: Sequence[int], config: JobConfig, *, alike: bool = False) -> NDArray[np.float64]:
         """Seconds [len(layer_types), S] in a configuration: only tied matrices depend on the distance of its stages.

@@ -23,6 +23,7 @@ from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.engine import Engine, Entries, FileSettings, Reader, Settings
 from steelyard.engines.execution import Execution
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_as_transformers
+from steelyard.errors import UserError
 from steelyard.files import parse_json
 from steelyard.levers.optimizer import Optimizer
 from steelyard.model.chain import ModelChain
@@ -145,17 +146,16 @@ def _values(text: str) -> Mapping[str, Any]:
 
 def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSettings:
     entries.skip("_comment", "activation_checkpointing.partition_activations", *(f"fp16.{key}" for key in _SCALED))
-    offloads = [f"zero_optimization.offload_{name}" for name in _OFFLOADED]
-    parts = [entries.values.get(name) for name in offloads]
-    are_offloaded = all(isinstance(part, dict) and part.get("device") == "cpu" for part in parts)
-    entries.skip(*(offloads if are_offloaded else ()))
+    entries.skip_like(_OF_TRAINING)
     is_recomputed = any(name.startswith("activation_checkpointing") for name in entries.values)
     tp = entries.number("tensor_parallel.autotp_size")
     micro_batch = entries.number("train_micro_batch_size_per_gpu")
     batch, steps = (entries.number_or_none(name) for name in ("train_batch_size", "gradient_accumulation_steps"))
     if batch is None and steps is not None:
         batch = micro_batch * steps * num_devices // tp
-    has = {name: bool(entries.get(f"{name}.enabled")) for name in ("fp16", "bf16")}
+    told = {name: entries.get(f"{name}.enabled") for name in ("fp16", "bf16")}
+    on = [name for name, value in told.items() if value is True]
+    is_open = not on and "auto" in told.values()
     return FileSettings(
         settings=Settings(
             tp=tp,
@@ -166,10 +166,33 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
         ),
         global_batch=batch,
         seq_len=None,
-        precision=next((name for name, is_on in has.items() if is_on), "fp32"),
-        levers={"offload": "parameters"} if are_offloaded else {},
-        unread=entries.unread,
+        precision=on[0] if on else "bf16" if is_open else "fp32",
+        levers={"offload": "parameters"} if _is_offloaded(entries) else {},
+        unread=(*entries.unread, *(["the precision, which is auto (priced in bf16)"] if is_open else [])),
     )
+
+
+def _is_offloaded(entries: Entries) -> bool:
+    """Return whether parameters and optimizer are in host memory. Raises `UserError` if only one is, or elsewhere."""
+    names = [f"zero_optimization.offload_{name}" for name in _OFFLOADED]
+    found = [entries.get(name) for name in names]
+    devices = [part.get("device", "none") if isinstance(part, dict) else "none" for part in found]
+    if devices not in (["none", "none"], ["cpu", "cpu"]):
+        raise UserError(
+            field=names[devices[0] == "none"],
+            found=", ".join(f"{name} on {device}" for name, device in zip(_OFFLOADED, devices, strict=True)),
+            expected="both or none of them on cpu: the update of either alone, and NVMe, have no price",
+            hint="give the settings without offload to steelyard price, or plan with --offload",
+        )
+    return "cpu" in devices
+
+
+_OF_TRAINING = (
+    r"gradient_clipping|steps_per_print|wall_clock_breakdown|optimizer\.params|scheduler\..*|zero_optimization\."
+    r"(overlap_comm|contiguous_gradients|reduce_scatter|sub_group_size|round_robin_gradients|"
+    r"stage3_gather_16bit_weights_on_model_save|gather_16bit_weights_on_model_save)"
+)
+"""Entries about learning rates and logs, and those of ZeRO that every priced run has or that change little."""
 
 
 DEEPSPEED = Engine(

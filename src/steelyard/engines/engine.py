@@ -62,6 +62,8 @@ class FileSettings:
     """Names of entries that were not read."""
     levers: Mapping[str, str] = field(default_factory=dict)
     """Values of levers as text, by name."""
+    options: tuple[str, ...] = ()
+    """Options of the engine; those that change nothing of its execution do not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,10 @@ class Entries:
         """Note names whose values change neither settings nor price."""
         self._skipped |= {*names}
 
+    def skip_like(self, pattern: str) -> None:
+        """Note as `skip` all names that match a regular expression."""
+        self.skip(*(name for name in self.values if re.fullmatch(pattern, name)))
+
     def number(self, *names: str, default: int = 1, least: int = 1) -> int:
         """Return that value as a whole number of ``least`` or more. Raises `UserError` if it is none."""
         value = self.get(*names, default=default)
@@ -112,7 +118,9 @@ class Entries:
                 field=names[0],
                 found=repr(value),
                 expected=f"a whole number of {least} or more",
-                hint="write the number into the file instead of names and calculations",
+                hint="write the number that the trainer fills in into the file"
+                if value == "auto"
+                else "write the number into the file instead of names and calculations",
             )
         return int(text)
 
@@ -160,9 +168,9 @@ class Engine:
     """Ways to write a plan for it."""
     reader: Reader | None = None
     """Reader of its settings files; None if they are not supported."""
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Options that users set in addition to a plan, by name, with the fields of the execution that they change. They
-    are part of the engine's name, ``megatron+deepep``, and therefore recorded in the plan."""
+    options: "Mapping[str, Callable[[Engine], Engine]]" = field(default_factory=dict)
+    """Options that users set in addition to a plan, by name, with functions that return the engine with them. They are
+    part of the engine's name, ``megatron+deepep``, and therefore recorded in the plan."""
 
     levers: Mapping[str, Taken] = field(default_factory=dict)
     """Supported levers by name; an engine that ``mixes_layers`` runs all others as our runtime does."""
@@ -195,7 +203,7 @@ class Engine:
 
     def with_options(self, chosen: Sequence[str]) -> "Engine":
         """Return the engine with these of its options. Raises `UserError` if it does not have one of them."""
-        found = self.execution
+        found = self
         for name in chosen:
             if name not in self.options:
                 raise UserError(
@@ -205,8 +213,17 @@ class Engine:
                     + (", or with + and any of: +" + ", +".join(self.options)) * bool(self.options),
                     hint=nearest(name, self.options) if self.options else "leave the option out",
                 )
-            found = replace(found, **self.options[name])
-        return replace(self, name="+".join([self.name, *chosen]), execution=found)
+            found = self.options[name](found)
+        return replace(found, name="+".join([self.name, *chosen]))
+
+    def executing(self, **changes: Any) -> "Engine":
+        """Return the engine with these fields of its execution changed."""
+        return replace(self, execution=replace(self.execution, **changes))
+
+    def with_kernels(self, **changes: Any) -> "Engine":
+        """Return the engine with these fields of its kernels changed."""
+        assert self.execution.kernels is not None, "an engine with its own modules"
+        return self.executing(kernels=replace(self.execution.kernels, **changes))
 
 
 def options_in(engine: str | None) -> tuple[str, ...]:

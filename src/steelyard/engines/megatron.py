@@ -13,7 +13,7 @@ import ast
 import itertools
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -42,11 +42,27 @@ _DISPATCHERS: Mapping[str, Sequence[str]] = {
 """Flags of the token dispatcher by option; the first is the default."""
 BALANCED = "balanced"
 """Option that makes routers distribute tokens evenly, for benchmarks."""
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    **{"alltoall": {"dispatcher": "all-to-all"}, "allgather": {"dispatcher": "all-gather"}},
-    "deepep": {"dispatcher": "deep"},
-    BALANCED: {"balances_experts": True},
+
+
+IN_BF16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=1)
+"""States with gradients in 16 bits."""
+OPTIONS: Mapping[str, Callable[[Engine], Engine]] = {
+    "alltoall": lambda engine: engine.executing(dispatcher="all-to-all"),
+    "allgather": lambda engine: engine.executing(dispatcher="all-gather"),
+    "deepep": lambda engine: engine.executing(dispatcher="deep"),
+    BALANCED: lambda engine: engine.executing(balances_experts=True),
 }
+"""Options of everything that has Megatron-Core's experts."""
+_SWITCHES: Mapping[str, tuple[str, Callable[[Engine], Engine]]] = {
+    "bf16-gradients": (
+        "--grad-reduce-in-bf16",
+        lambda engine: engine.executing(states=IN_BF16, reduce_bytes=2, accumulation_bytes=2),
+    ),
+    "fp8-parameters": ("--fp8-param-gather", lambda engine: engine.executing(low_copies=0)),
+    "fused-loss": ("--cross-entropy-loss-fusion", lambda engine: engine.with_kernels(loss_bytes=(14, 4))),
+}
+"""Further options of Megatron-LM's script, with their flags: gradients kept and reduced in bf16, parameters kept and
+gathered in 8 bits, and a loss that torch compiles (fusions/fused_cross_entropy.py; bytes seen in published runs)."""
 
 CAPABILITIES = Capabilities(
     mixes_layers=False,
@@ -101,6 +117,7 @@ def _write(request: Request) -> Draft:
             f"--global-batch-size {view.global_batch}",
             f"--seq-length {view.seq_len}",
             *FLAGS[view.precision],
+            *(_SWITCHES[each][0] for each in options_in(request.plan.engine) if each in _SWITCHES),
         ],
     }
     left_out = [
@@ -244,13 +261,68 @@ _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?|([a-z][\w.]*)=(.*)")
 _LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint")
 _NOT_PRICED = (
     *("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "ckpt_format"),
-    *("no_gradient_accumulation_fusion", "outer_dp_sharding_strategy", "moe_token_dispatcher_type", "bf16", "fp16"),
+    *("no_gradient_accumulation_fusion", "outer_dp_sharding_strategy", "bf16", "fp16"),
     *("accumulate_allreduce_grads_in_fp32", "loss_scale", "initial_loss_scale", "min_loss_scale"),
-    *("loss_scale_window", "hysteresis"),
+    *("loss_scale_window", "hysteresis", "lr", "seed", "split", "num_workers", "mock_data", "clip_grad"),
+    *("init_method_std", "distributed_backend", "no_position_embedding", "use_rotary_position_embeddings"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "use_flash_attn", "no_masked_softmax_fusion", "dataloader_type"),
+    *("no_create_attention_mask_in_dataloader", "no_mmap_bin_files", "empty_unused_memory_level"),
 )
-
-
+_OF_TRAINING = (
+    r"(min_lr|lr|decoupled|train|valid|test|eval|save|load|no_load|no_save|log|tensorboard|wandb|weight_decay|"
+    r"(start|end)_weight_decay|adam|data|tokenizer|vocab|merge|tiktoken|exit|timing|profile|manual_gc|"
+    r"distributed_timeout|override_opt|use_checkpoint)(_\w+)?"
+)
+"""Names of arguments of data, learning rates, evaluation, checkpoints and logs."""
+_SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+)
+"""Sizes of a model that tell it from another one."""
 _NARROW = "gradients in fp16 (priced in fp32, as with --accumulate-allreduce-grads-in-fp32)"
+_LOOPED = "experts one after another (priced with --moe-grouped-gemm)"
+
+
+def _check_sizes(entries: Entries, own: Mapping[str, str], chain: ModelChain) -> None:
+    for name in _SIZES:
+        found = entries.get(name)
+        told = own.get(name, "none" if name == "num_experts" else None)
+        if found is not None and told is not None and str(found) != told:
+            raise UserError(
+                field="--from",
+                found=f"{name} {found}",
+                expected=f"{told}, the value of {chain.name}",
+                hint="pass the model that the file trains",
+            )
+
+
+def _dispatch_options(entries: Entries) -> tuple[str, ...]:
+    """Return the options of the engine for experts that the file sets."""
+    backend = str(entries.get("moe_flex_dispatcher_backend", default="deepep"))
+    deep = "deepep" if backend in ("deepep", "hybridep") or entries.get("moe_enable_deepep") else None
+    dispatcher = str(entries.get("moe_token_dispatcher_type"))
+    named = {"alltoall": "alltoall", "allgather": "allgather", "flex": deep}.get(dispatcher)
+    if "moe_token_dispatcher_type" in entries.values and named is None:
+        raise UserError(
+            field="moe_token_dispatcher_type",
+            found=f"{dispatcher} {backend}" if dispatcher == "flex" else dispatcher,
+            expected="alltoall, allgather, or flex with deepep or hybridep",
+            hint="change it in the file",
+        )
+    balanced = (BALANCED,) if entries.get("moe_router_force_load_balancing") else ()
+    return (*([named] if named else ()), *balanced)
+
+
+def _read_script(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
+    """Return the settings of Megatron-LM's arguments with the defaults of its experts."""
+    flags = {name: flag.removeprefix("--").replace("-", "_") for name, (flag, _) in _SWITCHES.items()}
+    switches = tuple(name for name, flag in flags.items() if entries.get(flag))
+    found = read(entries, chain, num_devices)
+    options, looped = (*found.options, *switches), False
+    if chain.has_experts:
+        options = options if "moe_token_dispatcher_type" in entries.values else ("allgather", *options)
+        looped = "moe_grouped_gemm" not in entries.values
+    return replace(found, options=options, unread=(*found.unread, *[_LOOPED] * looped))
 
 
 def read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
@@ -258,19 +330,14 @@ def read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
     values = entries.values
     entries.skip(*_LAUNCH, *_NOT_PRICED, *(["cp_comm_type"] if values.get("cp_comm_type") != "a2a" else []))
     entries.skip(*(["recompute_modules"] if values.get("recompute_modules") in _RECOMPUTED else []))
+    entries.skip(*(["attention_backend"] if values.get("attention_backend") in ("auto", "flash", "fused") else []))
+    entries.skip_like(_OF_TRAINING)
     seq_len = entries.number_or_none("seq_length", "sequence_length", "seq_len")
     own = {
         flag.partition(" ")[0].removeprefix("--").replace("-", "_"): flag.partition(" ")[2]
         for flag in model_flags(chain, seq_len or 1)
     }
-    for name in ("num_layers", "hidden_size"):
-        if entries.get(name, default=own[name]) != own[name]:
-            raise UserError(
-                field="--from",
-                found=f"{name} {values[name]}",
-                expected=f"{own[name]}, the value of {chain.name}",
-                hint="pass the model that the file trains",
-            )
+    _check_sizes(entries, own, chain)
     tp, pp, cp, ep = (
         entries.number(f"{word}_model_parallel_size", f"{word}_parallel_size", short)
         for word, short in (("tensor", "tp"), ("pipeline", "pp"), ("context", "cp"), ("expert", "ep"))
@@ -305,6 +372,7 @@ def read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
         global_batch=entries.number_or_none("global_batch_size", "gbs"),
         seq_len=seq_len,
         precision=_read_precision(entries) or next((each for each in ("bf16", "fp16") if each in values), "fp32"),
+        options=_dispatch_options(entries),
         unread=(*(name for name in entries.unread if name not in own), *[_NARROW] * narrow),
     )
 
@@ -317,7 +385,8 @@ def arguments(text: str) -> Mapping[str, Any]:
     """
     set_to = {name: value.strip("\"'") for name, value in _ASSIGNED.findall(text)}
     filled = _USED.sub(lambda use: str(set_to.get(use[1] or use[3], use[2] or use[0])), text)
-    words = [word.strip("()") for word in shlex.split(filled.replace("\\\n", " "), comments=True)]
+    quoted = shlex.split(filled.replace("\\\n", " "), comments=True)
+    words = [word.strip("()") for each in quoted for word in (each.split() if each.startswith("--") else [each])]
     found: dict[str, Any] = {}
     for word, after in itertools.zip_longest(words, words[1:], fillvalue="--"):
         option = _OPTION.fullmatch(word)
@@ -366,9 +435,9 @@ MEGATRON = Engine(
         low_copies=2,  # Transformer Engine, module/base.py, get_weight_workspace
     ),
     precisions=tuple(FLAGS),
-    options=OPTIONS,
+    options={**OPTIONS, **{name: change for name, (_, change) in _SWITCHES.items()}},
     refuse=_refuse,
-    reader=Reader(suffixes=(".sh", ".txt", ".args"), values=arguments, read=read),
+    reader=Reader(suffixes=(".sh", ".txt", ".args"), values=arguments, read=_read_script),
     targets=(
         Target(
             name="megatron",
@@ -389,6 +458,7 @@ MEGATRON_FSDP = replace(
     name="megatron-fsdp",
     capabilities=FSDP_CAPABILITIES,
     execution=Execution(kernels=KERNELS),
+    options=OPTIONS,
     precisions=tuple(each for each in FLAGS if each != SCALES_LOSS),
     targets=tuple(
         replace(

@@ -25,7 +25,6 @@ from typing import Any
 from steelyard.engines import megatron
 from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, hub_config, refuse_entries
 from steelyard.engines.engine import Entries, FileSettings, Reader, Taken, literal, options_in
-from steelyard.engines.execution import StateBytes
 from steelyard.engines.megatron_models import model_flags
 from steelyard.engines.peft import refuse_kind, whole_if_so
 from steelyard.engines.writing import Draft, Request, Target, UniformPlan, refuse_untold
@@ -384,7 +383,7 @@ MEGATRON_BRIDGE = replace(
     name="megatron-bridge",
     execution=replace(
         megatron.MEGATRON.execution,
-        states=StateBytes(parameters=2, gradients=2, optimizer=12, zero=1),
+        states=megatron.IN_BF16,
         reduce_bytes=2,
         hidden_collectives=0.5,
         accumulation_bytes=2,
@@ -393,6 +392,7 @@ MEGATRON_BRIDGE = replace(
         kernels=replace(megatron.KERNELS, expert_copies=0),
         dispatcher="deep",
     ),
+    options=megatron.OPTIONS,
     refuse=_refuse,
     levers={"train": Taken(refuse=_refuse_part)},
     reader=Reader(suffixes=(".py",), values=_values, read=_read, mark=_MARK),

@@ -46,12 +46,14 @@ CAPABILITIES = Capabilities(
     pipes_tied=False,
     remats=frozenset(Remat),
     remats_split=frozenset({Remat.NONE}),  # a tenth of the speed with remat (torchtitan issue 773)
-    levers_unsplit=frozenset({Float8.name}),  # its blocks are compiled, which torch cannot split (pytorch issue 161904)
+    levers_unsplit=frozenset({Float8.name}),  # which compiles blocks, see `_compiling`
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
 )
 
 WHOLE_LOSS = "whole-loss"
 """Option of a loss over the whole sequence at once, as before May 2026 and with `CrossEntropyLoss`."""
+COMPILED = "compile"
+"""Option of compiled blocks and loss (`CompileConfig`)."""
 _LLAMA3 = {
     **{"num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000, "rms_norm_eps": 1e-5},
     **{"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
@@ -203,7 +205,8 @@ def _write(request: Request) -> Draft:
             expected="row scales, which 0.3 supports",
             hint="plan with --float8 rowwise",
         )
-    is_whole = WHOLE_LOSS in options_in(request.plan.engine)
+    options = options_in(request.plan.engine)
+    is_whole, is_compiled = WHOLE_LOSS in options, COMPILED in options or not float8.is_default
     left_out = {
         "initial weights, data and optimizer: set by torchtitan's own configuration"
         + (f" of {flavor.like}" if flavor.like else ""): True,
@@ -223,14 +226,14 @@ def _write(request: Request) -> Draft:
     of_functions = f"{start} --module {name} --config {name}"
     of_toml = f"{start} --job.config_file {name}.toml"
     functions = (
-        (f"{name}.py", _configuration(view, RELEASE, flavor, float8, lines, name)),
-        (f"{name}_main.py", _configuration(view, MAIN, flavor, float8, lines, f"{name}_main")),
+        (f"{name}.py", _configuration(view, RELEASE, flavor, float8, lines, name, is_compiled=is_compiled)),
+        (f"{name}_main.py", _configuration(view, MAIN, flavor, float8, lines, f"{name}_main", is_compiled=is_compiled)),
     )
     usages = (f"torchtitan 0.3: put {name}.py on PYTHONPATH; on main: the same with {name}_main",)
     return Draft(
         files=(
             *(functions if has_functions else ()),
-            *(((f"{name}.toml", _toml(view, flavor, float8)),) if is_in_toml else ()),
+            *(((f"{name}.toml", _toml(view, flavor, float8, is_compiled=is_compiled)),) if is_in_toml else ()),
         ),
         left_out=tuple(line for line, holds in left_out.items() if holds),
         launch=of_functions if has_functions else of_toml,
@@ -347,7 +350,14 @@ _CONVERTERS = {
 
 
 def _configuration(
-    view: UniformPlan, version: _Version, flavor: _Flavor, float8: Float8, changes: Sequence[str], function: str
+    view: UniformPlan,
+    version: _Version,
+    flavor: _Flavor,
+    float8: Float8,
+    changes: Sequence[str],
+    function: str,
+    *,
+    is_compiled: bool,
 ) -> str:
     converter = _CONVERTERS.get(str(float8))
     folder, size = flavor.folder, re.sub(r"[.-]", "_", (flavor.like or flavor.name).lower())
@@ -366,7 +376,7 @@ def _configuration(
         f"    config = {folder}_{size}()",
         f"    config.model_spec = model_registry({flavor.name!r}"
         + (f", converters=[{converter}model_compile_enabled=True)])" if converter else ")"),
-        f"    config.compile = CompileConfig({'enable=True' if converter else ''})",
+        f"    config.compile = CompileConfig({'enable=True' if is_compiled else ''})",
         *(f"    {line}" for line in changes),
         *(f"    config.training.{key} = {value!r}" for key, value in _training(view, version).items()),
         f"    config.activation_checkpoint = {f'{wrapper}.Config()' if wrapper else None}",
@@ -378,7 +388,7 @@ def _configuration(
     return "\n".join(lines) + "\n"
 
 
-def _toml(view: UniformPlan, flavor: _Flavor, float8: Float8) -> str:
+def _toml(view: UniformPlan, flavor: _Flavor, float8: Float8, *, is_compiled: bool) -> str:
     parallelism = _parallelism(view, RELEASE)
     parallelism.pop("enable_sequence_parallel", None)
     if view.cp > 1:
@@ -394,11 +404,13 @@ def _toml(view: UniformPlan, flavor: _Flavor, float8: Float8) -> str:
         "parallelism": parallelism,
         "activation_checkpoint": checkpoint,
     }
+    if is_compiled:
+        sections["compile"] = {"enable": True}
     if not float8.is_default:
         name, recipe = ("mx", "mxfp8_cublas") if str(float8) == MXFP8 else ("float8", str(float8))
         sections["model"]["converters"] = [f"quantize.linear.{name}"]
         filtered = {"filter_fqns": ["output", "router.gate"]}
-        sections |= {"compile": {"enable": True}, f"quantize.linear.{name}": {"recipe_name": recipe} | filtered}
+        sections[f"quantize.linear.{name}"] = {"recipe_name": recipe} | filtered
     # numbers, strings and lists of strings have the same form in JSON and TOML
     written = [
         "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in entries.items())])
@@ -453,10 +465,18 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
             field="activation_checkpoint.mode", found=mode, expected=" or ".join(remats), hint="change it in the file"
         )
     dtype = str(entries.get("training.mixed_precision_param", default="bfloat16"))
-    converters = ("model.converters", "converters", "model_spec.converters"), ("quantize.linear",)
-    told = "".join(str(entries.get(*names, default="")) for names in converters)
-    usual = "rowwise" if "Converter" in told else "tensorwise"  # of 0.3, and of 0.2
-    word = MXFP8 if "mx" in told.lower() else next((each for each in Float8.values[1:] if each in told), usual)
+    levers = {"offload": "parameters"} if entries.get("training.enable_cpu_offload") else {}
+    if told := _float8(entries):
+        levers[Float8.name] = told
+    is_old = "model.flavor" in entries.values  # before the loss was chunked
+    options = (WHOLE_LOSS,) * is_old + (COMPILED,) * bool(entries.get("compile.enable") and not told)
+    entries.skip_like(_OF_TRAINING)
+    unlike = []
+    if (stored := str(entries.get("training.dtype", default="float32"))) != "float32":
+        unlike.append(f"training.dtype {stored} (priced in float32)")
+    every = entries.get("activation_checkpoint.selective_ac_option", default="2" if is_old else "op")
+    if mode == "selective" and every != "op":
+        unlike.append(f"activation_checkpoint.selective_ac_option {every} (priced as op)")
     return FileSettings(
         settings=Settings(
             tp=tp,
@@ -475,8 +495,22 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
         global_batch=batch,
         seq_len=seq_len,
         precision={"bfloat16": "bf16", "float32": "fp32"}.get(dtype, dtype),
-        levers={Float8.name: word} if told else {},
-        unread=entries.unread,
+        levers=levers,
+        options=options,
+        unread=(*entries.unread, *unlike),
+    )
+
+
+def _float8(entries: Entries) -> str:
+    """Return the recipe of float8 in a file, empty without float8."""
+    converters = ("model.converters", "converters", "model_spec.converters"), ("quantize.linear",)
+    found = [entries.get(*names) for names in (*converters, ("float8.recipe_name",))]
+    told = "".join(str(each) for each in found if each)
+    usual = "rowwise" if "Converter" in told else "tensorwise"  # of 0.3, and of 0.2
+    return (
+        (MXFP8 if "mx" in told.lower() else next((each for each in Float8.values[1:] if each in told), usual))
+        if told
+        else ""
     )
 
 
@@ -507,13 +541,30 @@ def _function_values(text: str) -> dict[str, Any]:
     return found
 
 
+_OF_TRAINING = (
+    r"(job|metrics|checkpoint|lr_scheduler|profiling|validation|comm|debug|experimental)\..*|model\.hf_assets_path|"
+    r"training\.(steps|max_norm|dataset|dataset_path|seed|gc_freq|deterministic|mixed_precision_reduce)|"
+    r"optimizer\.(lr|eps|beta1|beta2|weight_decay|implementation)|compile\.components|activation_checkpoint\."
+    r"per_op_sac_force_recompute_mm_shapes_by_fqns"
+)
+"""Entries of TOML files about data, learning rates, checkpoints and logs."""
 _KERNELS = replace(EAGER, selective="half of the matmuls", keeps_gathered=True, eager_routing=True)
 
 
 def _compiled(execution: Execution) -> Execution:
-    """Return the execution with compiled blocks; without them casts cost more than 8-bit products gain."""
+    """Return the execution with what inductor fuses in blocks, routing included (distributed/compile.py), and in the
+    loss."""
     assert execution.kernels is not None, "of torchtitan"
-    return replace(execution, kernels=replace(execution.kernels, norm=True, rotary=True, activation=True, loss=True))
+    fused = replace(execution.kernels, norm=True, rotary=True, activation=True, loss=True, eager_routing=False)
+    return replace(execution, kernels=replace(fused, loss_bytes=(4, 2)))
+
+
+def _compiling(engine: Engine) -> Engine:
+    """Return the engine with compiled blocks and loss. torch cannot split the backward pass of compiled blocks (pytorch
+    issue 161904)."""
+    means, whole = engine.capabilities, {name for name, each in SCHEDULES.items() if not each.splits_backward}
+    capabilities = replace(means, schedules=means.schedules & whole)
+    return replace(engine, capabilities=capabilities, execution=_compiled(engine.execution))
 
 
 TORCHTITAN = Engine(
@@ -521,7 +572,7 @@ TORCHTITAN = Engine(
     capabilities=CAPABILITIES,
     execution=Execution(buffers_every_microbatch=True, splits_whole=True, kernels=replace(_KERNELS, loss_pieces=8)),
     precisions=("bf16", "fp32"),
-    options={WHOLE_LOSS: {"kernels": _KERNELS}},
+    options={WHOLE_LOSS: lambda engine: engine.with_kernels(loss_pieces=1), COMPILED: _compiling},
     refuse=_refuse,
     levers={
         "offload": replace(peft.OFFLOAD, dimensions=dimensions_of("fsdp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp")),

@@ -87,6 +87,11 @@ def plan_of_file(
         raise
     except (ValueError, SyntaxError) as error:
         raise _unreadable(path, error, f"a file that {runs_it.name} reads") from None
+    lacking = [each for each in found.options if each not in runs_it.options]
+    alone = runs_it
+    runs_it = runs_it.with_options(
+        [each for each in found.options if each not in lacking and runs_it.options[each](alone) != alone]
+    )
     check_precision(runs_it, found.precision)
     precision = next(each for each in runs_it.precisions if each == found.precision)
     request = make_request(
@@ -100,14 +105,15 @@ def plan_of_file(
         levers=found.levers,
         engine=runs_it.name if found.levers else None,
     )
-    notes = [f"Not read of {path.name}: {', '.join(found.unread)}."] if found.unread else []
+    unread = (*found.unread, *lacking)
+    notes = [f"Not read of {path.name}: {', '.join(unread)}."] if unread else []
     settings = found.settings
     if settings.zero == 0 and runs_it.execution.keeps_own_buffers:
-        alone, _ = price_settings(request, runs_it, precision, settings)
-        assert alone.prediction is not None, "just priced"
+        whole, _ = price_settings(request, runs_it, precision, settings)
+        assert whole.prediction is not None, "just priced"
         notes.append(
-            f"{path.name} replicates the optimizer: {format_seconds(alone.prediction.step_time_s)} a step and "
-            f"{format_bytes(peak_bytes(alone))} per device. The plan has it sharded, as all plans for {runs_it.name}."
+            f"{path.name} replicates the optimizer: {format_seconds(whole.prediction.step_time_s)} a step and "
+            f"{format_bytes(peak_bytes(whole))} per device. The plan has it sharded, as all plans for {runs_it.name}."
         )
         settings = replace(settings, zero=1)
     plan, _ = price_settings(request, runs_it, precision, settings)

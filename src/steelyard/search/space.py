@@ -178,7 +178,7 @@ def _leaves(levels: Levels, options: SpaceOptions) -> Iterator[Strategy]:
         for mode in dimension.modes
     ]
     for pairs in itertools.product(*choices):
-        first = Strategy.of(levels, **dict(pairs))
+        first = Strategy.of(levels, Remat.NONE, **dict(pairs))
         leaves = (first.with_remat(remat) for remat in options.remats)
         if options.insists is not None:
             yield from filter(is_offered, leaves)
