@@ -342,16 +342,18 @@ DIVIDED = (
 def test_torchtitan_reads_the_files_and_builds_the_model_of_the_config(tmp_path: Path) -> None:
     pytest.importorskip("torchtitan")
     flavors = [uniform("dp8", devices=8, model=model) for model in FLAVORS]
+    flavors.append(flavors[0].model_copy(update={"engine": "torchtitan+compile+whole-loss"}))
     jobs = []
     for number, plan in enumerate((*flavors, *DIVIDED)):
         text = re.sub(r"steelyard_\w+", f"plan_{number}", text_of(plan, "torchtitan", ".py"))
         (tmp_path / f"plan_{number}.py").write_text(text)
-        jobs.append((f"plan_{number}", plan.num_devices, number < len(FLAVORS)))
+        jobs.append((f"plan_{number}", plan.num_devices, number < len(flavors)))
     command = [sys.executable, "-c", TITAN, json.dumps(jobs)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr + ran.stdout
     built = json.loads(ran.stdout.splitlines()[-1])
     found = dict(zip(FLAVORS, built.values(), strict=False))
+    assert built[f"plan_{len(FLAVORS)}"] == found[FLAVORS[0]] | {"compile": True}
     for model in FLAVORS:
         config = AutoConfig.for_model(**load_model(model).config)
         with torch.device("meta"):
