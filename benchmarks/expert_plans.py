@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from published_runs.frameworks import has_loss_in_pieces
+from published_runs.frameworks import compiles_all, has_loss_in_pieces
 from published_runs.rows import read_runs
 
 from steelyard.cost.job import layer_precision
@@ -28,7 +28,7 @@ from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.engine import Engine
 from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
-from steelyard.engines.torchtitan import TORCHTITAN, WHOLE_LOSS
+from steelyard.engines.torchtitan import COMPILED, TORCHTITAN, WHOLE_LOSS
 from steelyard.errors import UserError
 from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan
@@ -116,11 +116,15 @@ def settings_of(row: Mapping[str, str]) -> Settings:
 
 
 def engine_of(row: Mapping[str, str]) -> Engine:
-    """The engine of a row; torchtitan with its loss in pieces where the published run says that its version has it."""
+    """The engine of a row; torchtitan with its loss in pieces, and compiled, where the published run says so.
+
+    Before May 2025 its loss was not compiled, so that such runs are priced without.
+    """
     run = RUNS.get(row["row"])
-    if row["framework"] == "torchtitan" and run is not None and has_loss_in_pieces(run):
-        return TORCHTITAN
-    return ENGINES[row["framework"]]
+    if row["framework"] != "torchtitan" or run is None:
+        return ENGINES[row["framework"]]
+    options = [] if has_loss_in_pieces(run) else [WHOLE_LOSS]
+    return TORCHTITAN.with_options([*options, COMPILED] if compiles_all(run) else options)
 
 
 def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> dict[str, Any]:

@@ -380,6 +380,13 @@ def with_compiled_loss(kernels: Kernels, version: str) -> Kernels:
     return kernels if "graph" in version else replace(kernels, loss_bytes=_COMPILED_LOSS_BYTES)
 
 
+def compiles_all(run: PublishedRun) -> bool:
+    """Whether inductor compiles blocks and loss of a run of torchtitan."""
+    name = run.text("framework").lower()
+    has_inductor = "inductor" in name or not any(each in name for each in _UNFUSED)
+    return run.text("compile") == "True" and has_inductor and not _LOSS_NOT_COMPILED.search(name)
+
+
 def _torchtitan_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     """Torchtitan's kernels under a run's version and switches.
 

@@ -190,6 +190,16 @@ torchrun --nproc-per-node 8 pretrain_gpt.py \\
     --sequence-parallel --use-distributed-optimizer --micro-batch-size "$MICRO" \\
     --global-batch-size 64 --seq-length 4096 --bf16 --lr 3e-4 --tp-comm-overlap  # a comment
 """
+QUOTED = """
+TP=${TP:-1}
+SIZES="--tensor-model-parallel-size $(($TP * 2)) --pipeline-model-parallel-size 2 \\
+    --seq-length $((8192/2)) --sequence-parallel"
+# --tensor-model-parallel-size 8
+export ARGS=" \\
+    --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 64 --bf16 --tp-comm-overlap
+"
+sh -c "torchrun pretrain_gpt.py ${SIZES} ${ARGS}"
+"""
 RECIPE = """
 model.tensor_model_parallel_size=2 model.pipeline_model_parallel_size=2 model.sequence_parallel=True
 train.micro_batch_size=1 train.global_batch_size=64 model.seq_length=4096 --bf16 --use-distributed-optimizer
@@ -197,7 +207,7 @@ train.micro_batch_size=1 train.global_batch_size=64 model.seq_length=4096 --bf16
 """
 
 
-@pytest.mark.parametrize("text", [SCRIPT, RECIPE])
+@pytest.mark.parametrize("text", [SCRIPT, QUOTED, RECIPE])
 def test_a_users_own_arguments_are_read_and_the_rest_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.sh"
     path.write_text(text)
@@ -339,7 +349,8 @@ def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: P
         ("mine.sh", "--ffn-hidden-size 11008", "--from"),
         ("mine.sh", "--num-experts 8", "--from"),
         ("mine.sh", "--moe-token-dispatcher-type other", "moe_token_dispatcher_type"),
-        ("mine.sh", "--lr '3", "--from"),
+        ("mine.sh", "if A\nTP=2\nelse\nTP=4\nfi\n--tensor-model-parallel-size $TP", "tensor_model_parallel_size"),
+        ("mine.sh", "--global-batch-size $((64/0)) --seq-length 8", "global_batch_size"),
         ("mine.toml", "[training]\nmixed_precision_param = 'float16'", "--precision"),
         ("mine.toml", "[training", "--from"),
         ("mine.toml", "[activation_checkpoint]\nmode = 'some'", "activation_checkpoint.mode"),

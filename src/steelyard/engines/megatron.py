@@ -256,7 +256,8 @@ KERNELS = replace(FUSED, loss_bytes=(6, 4), of_each_expert=2, selective=_RECOMPU
 (tensor_parallel/cross_entropy.py). Transformer Engine computes every expert with a separate matmul on one of four
 streams (gemm.cpp, te_general_grouped_gemm)."""
 _ASSIGNED = re.compile(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s(]\S*)")
-_USED = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
+_USED = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|([A-Za-z_]\w*))")
+_CALCULATED = re.compile(r"\$\(\(((?:\s*\d{1,9}\s*[*/])*\s*\d{1,9}\s*)\)\)")
 _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?|([a-z][\w.]*)=(.*)")
 _LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint")
 _NOT_PRICED = (
@@ -266,7 +267,7 @@ _NOT_PRICED = (
     *("loss_scale_window", "hysteresis", "lr", "seed", "split", "num_workers", "mock_data", "clip_grad"),
     *("init_method_std", "distributed_backend", "no_position_embedding", "use_rotary_position_embeddings"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "use_flash_attn", "no_masked_softmax_fusion", "dataloader_type"),
-    *("no_create_attention_mask_in_dataloader", "no_mmap_bin_files", "empty_unused_memory_level"),
+    *("no_create_attention_mask_in_dataloader", "no_mmap_bin_files", "empty_unused_memory_level", "use_mcore_models"),
 )
 _OF_TRAINING = (
     r"(min_lr|lr|decoupled|train|valid|test|eval|save|load|no_load|no_save|log|tensorboard|wandb|weight_decay|"
@@ -330,7 +331,8 @@ def read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
     values = entries.values
     entries.skip(*_LAUNCH, *_NOT_PRICED, *(["cp_comm_type"] if values.get("cp_comm_type") != "a2a" else []))
     entries.skip(*(["recompute_modules"] if values.get("recompute_modules") in _RECOMPUTED else []))
-    entries.skip(*(["attention_backend"] if values.get("attention_backend") in ("auto", "flash", "fused") else []))
+    usual = {"attention_backend": ("auto", "flash", "fused"), "transformer_impl": ("transformer_engine",)}
+    entries.skip(*(name for name, known in usual.items() if values.get(name) in known))
     entries.skip_like(_OF_TRAINING)
     seq_len = entries.number_or_none("seq_length", "sequence_length", "seq_len")
     own = {
@@ -381,12 +383,22 @@ def arguments(text: str) -> Mapping[str, Any]:
     """Return the values of options in a shell script by name with underscores; True for an option without a value.
 
     Options have the form ``--tensor-model-parallel-size 4`` or, for a Megatron-Bridge recipe,
-    ``model.tensor_model_parallel_size=4``. Variables that the text sets are substituted.
+    ``model.tensor_model_parallel_size=4``, anywhere in the script, also in quotes or arrays. Variables that the text
+    sets to one value are substituted, and products of numbers are computed.
     """
-    set_to = {name: value.strip("\"'") for name, value in _ASSIGNED.findall(text)}
-    filled = _USED.sub(lambda use: str(set_to.get(use[1] or use[3], use[2] or use[0])), text)
-    quoted = shlex.split(filled.replace("\\\n", " "), comments=True)
-    words = [word.strip("()") for each in quoted for word in (each.split() if each.startswith("--") else [each])]
+    spelt = re.sub(r"(?m)(^|\s)#.*$", r"\1", text)
+    set_to: dict[str, str | None] = {}
+
+    def filled(part: str) -> str:
+        known = _USED.sub(lambda use: str(set_to.get(use[1] or use[3]) or use[2] or use[0]), part)
+        return _CALCULATED.sub(_calculated, known)
+
+    for variable, assigned in _ASSIGNED.findall(spelt):
+        text_of = filled(assigned.strip("\"'"))
+        text_of = "" if text_of.startswith("-") else text_of  # options, which are read where they stand
+        is_alone = set_to.get(variable, text_of) == text_of  # what depends on a condition stays open
+        set_to[variable] = text_of if is_alone else None
+    words = re.sub(r"\\\n|[\"'()]", " ", filled(spelt)).split()
     found: dict[str, Any] = {}
     for word, after in itertools.zip_longest(words, words[1:], fillvalue="--"):
         option = _OPTION.fullmatch(word)
@@ -394,10 +406,21 @@ def arguments(text: str) -> Mapping[str, Any]:
             continue
         given = option[2] if option[1] else option[4]
         name = (option[1] or option[3]).rpartition(".")[2].replace("-", "_")
-        is_alone = given is None and (_OPTION.fullmatch(after) is not None or not after or after.startswith("-"))
+        is_alone = given is None and re.match(r"-|\w+\+?=", after) is not None
         value = given if given is not None else True if is_alone else after
         found[name] = {"true": True, "false": False, "null": None, "none": None}.get(str(value).lower(), value)
     return {name: value for name, value in found.items() if value is not None and value is not False}
+
+
+def _calculated(match: re.Match[str]) -> str:
+    """Return the value of a shell's product or quotient of numbers, ``$((8*16/2))``, or its text if it is another."""
+    numbers, operators = re.findall(r"\d+", match[1]), re.findall(r"[*/]", match[1])
+    found = int(numbers[0])
+    for operator, number in zip(operators, map(int, numbers[1:]), strict=True):
+        if operator == "/" and number == 0:
+            return match[0]
+        found = found * number if operator == "*" else found // number
+    return str(found)
 
 
 def _parts_of_layout(layout_text: str) -> tuple[int, ...]:
@@ -417,7 +440,9 @@ def _read_precision(entries: Entries) -> str:
 
 def _read_remat(entries: Entries) -> tuple[Remat, int | None]:
     """Return the remat of blocks, and the number of recomputed blocks of each part; None for all."""
-    granularity, method = entries.get("recompute_granularity"), entries.get("recompute_method", default="uniform")
+    usual = "selective" if entries.get("recompute_activations") else None
+    granularity = entries.get("recompute_granularity", default=usual)
+    method = entries.get("recompute_method", default="uniform")
     count = entries.number_or_none("recompute_num_layers")
     if granularity != "full":
         return Remat.SELECTIVE if granularity == "selective" else Remat.NONE, None

@@ -469,7 +469,8 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     if told := _float8(entries):
         levers[Float8.name] = told
     is_old = "model.flavor" in entries.values  # before the loss was chunked
-    options = (WHOLE_LOSS,) * is_old + (COMPILED,) * bool(entries.get("compile.enable") and not told)
+    is_compiled = bool(entries.get("compile.enable")) and (is_old or not told)  # float8 is, at least in its blocks
+    options = (WHOLE_LOSS,) * is_old + (COMPILED,) * is_compiled
     entries.skip_like(_OF_TRAINING)
     unlike = []
     if (stored := str(entries.get("training.dtype", default="float32"))) != "float32":
@@ -552,19 +553,20 @@ _KERNELS = replace(EAGER, selective="half of the matmuls", keeps_gathered=True, 
 
 
 def _compiled(execution: Execution) -> Execution:
-    """Return the execution with what inductor fuses in blocks, routing included (distributed/compile.py), and in the
-    loss."""
+    """Return the execution with compiled blocks; without them casts cost more than 8-bit products gain."""
     assert execution.kernels is not None, "of torchtitan"
-    fused = replace(execution.kernels, norm=True, rotary=True, activation=True, loss=True, eager_routing=False)
-    return replace(execution, kernels=replace(fused, loss_bytes=(4, 2)))
+    return replace(execution, kernels=replace(execution.kernels, norm=True, rotary=True, activation=True, loss=True))
 
 
 def _compiling(engine: Engine) -> Engine:
-    """Return the engine with compiled blocks and loss. torch cannot split the backward pass of compiled blocks (pytorch
-    issue 161904)."""
+    """Return the engine with compiled blocks, routing included, and loss (distributed/compile.py, components/loss.py).
+
+    torch cannot split the backward pass of compiled blocks (pytorch issue 161904).
+    """
     means, whole = engine.capabilities, {name for name, each in SCHEDULES.items() if not each.splits_backward}
     capabilities = replace(means, schedules=means.schedules & whole)
-    return replace(engine, capabilities=capabilities, execution=_compiled(engine.execution))
+    found = replace(engine, capabilities=capabilities, execution=_compiled(engine.execution))
+    return found.with_kernels(loss_bytes=(4, 2), eager_routing=False)
 
 
 TORCHTITAN = Engine(
