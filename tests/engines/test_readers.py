@@ -188,7 +188,7 @@ export MICRO=1
 torchrun --nproc-per-node 8 pretrain_gpt.py \\
     --tensor-model-parallel-size $TP --pipeline-model-parallel-size ${PP:-2} \\
     --sequence-parallel --use-distributed-optimizer --micro-batch-size "$MICRO" \\
-    --global-batch-size 64 --seq-length 4096 --bf16 --lr 3e-4 --tp-comm-overlap  # a comment
+    --global-batch-size 64 --seq-length 4096 --bf16 --lr 3e-4 --delay-wgrad-compute  # a comment
 """
 QUOTED = """
 TP=${TP:-1}
@@ -196,14 +196,14 @@ SIZES="--tensor-model-parallel-size $(($TP * 2)) --pipeline-model-parallel-size 
     --seq-length $((8192/2)) --sequence-parallel"
 # --tensor-model-parallel-size 8
 export ARGS=" \\
-    --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 64 --bf16 --tp-comm-overlap
+    --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 64 --bf16 --delay-wgrad-compute
 "
 sh -c "torchrun pretrain_gpt.py ${SIZES} ${ARGS}"
 """
 RECIPE = """
 model.tensor_model_parallel_size=2 model.pipeline_model_parallel_size=2 model.sequence_parallel=True
 train.micro_batch_size=1 train.global_batch_size=64 model.seq_length=4096 --bf16 --use-distributed-optimizer
---lr=3e-4 comm_overlap.tp_comm_overlap=True
+--lr=3e-4 comm_overlap.delay_wgrad_compute=True
 """
 
 
@@ -219,7 +219,7 @@ def test_a_users_own_arguments_are_read_and_the_rest_is_named(text: str, tmp_pat
         Settings(tp=2, pp=2),
     )[0]
     assert plan.stages == expected.stages
-    assert notes == ("Not read of mine.sh: tp_comm_overlap.",)
+    assert notes == ("Not read of mine.sh: delay_wgrad_compute.",)
 
 
 def test_gradients_that_megatron_keeps_in_fp16_are_said(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_gradients_that_megatron_keeps_in_fp16_are_said(tmp_path: Path) -> None:
     assert plan.precision == "fp16"
     assert "gradients in fp16 (priced in fp32" in notes[0]
     path.write_text(SCRIPT.replace("--bf16", "--fp16 --accumulate-allreduce-grads-in-fp32"))
-    assert plan_of_file(path, "llama3-8b", CLUSTER)[1] == ("Not read of mine.sh: tp_comm_overlap.",)
+    assert plan_of_file(path, "llama3-8b", CLUSTER)[1] == ("Not read of mine.sh: delay_wgrad_compute.",)
 
 
 @pytest.mark.parametrize(("module", "unread"), [("layernorm", ""), ("core_attn", "recompute_modules, ")])
@@ -240,7 +240,7 @@ def test_modules_that_are_recomputed_are_those_that_are_priced_or_named(
     path.write_text(SCRIPT.replace("--bf16", f"--bf16 --recompute-granularity selective --recompute-modules {module}"))
     plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
     assert {str(strategy.remat) for strategy in plan.strategies[1:-1]} == {"selective"}
-    assert notes == (f"Not read of mine.sh: {unread}tp_comm_overlap.",)
+    assert notes == (f"Not read of mine.sh: {unread}delay_wgrad_compute.",)
 
 
 MOE_SCRIPT = """
@@ -259,6 +259,15 @@ MOE_SCRIPT = """
             "llama3-8b",
             "megatron+fp8-parameters+fused-loss",
             "fp8",
+        ),
+        (SCRIPT.replace("--bf16", "--bf16 --tp-comm-overlap"), "llama3-8b", "megatron+tp-overlap", "bf16"),
+        (
+            SCRIPT.replace("--bf16", "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16")
+            + "--exp-avg-sq-dtype bf16 --cuda-graph-impl transformer_engine --cross-entropy-loss-fusion "
+            "--cross-entropy-fusion-impl te",
+            "llama3-8b",
+            "megatron+bf16-moments+cuda-graphs",
+            "bf16",
         ),
         (MOE_SCRIPT, "mixtral-8x7b", "megatron+allgather", "bf16"),  # Megatron's default
         (MOE_SCRIPT + "--moe-token-dispatcher-type alltoall", "mixtral-8x7b", "megatron", "bf16"),
@@ -348,6 +357,9 @@ def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: P
         ("mine.sh", "--num-layers 80", "--from"),
         ("mine.sh", "--ffn-hidden-size 11008", "--from"),
         ("mine.sh", "--num-experts 8", "--from"),
+        ("mine.sh", "--vocab-size 32000", "--from"),
+        ("mine.sh", "--tensor-model-parallel-size 2 --optimizer-cpu-offload", "--from"),
+        ("mine.sh", "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 6", "--from"),
         ("mine.sh", "--moe-token-dispatcher-type other", "moe_token_dispatcher_type"),
         ("mine.sh", "if A\nTP=2\nelse\nTP=4\nfi\n--tensor-model-parallel-size $TP", "tensor_model_parallel_size"),
         ("mine.sh", "--global-batch-size $((64/0)) --seq-length 8", "global_batch_size"),
@@ -379,3 +391,29 @@ def test_an_engine_without_a_reader_says_which_have_one(tmp_path: Path) -> None:
     (tmp_path / "mine.sh").write_text("")
     with pytest.raises(UserError, match=r"torchtitan: \.toml or \.py; .*megatron: \.sh"):
         plan_of_file(tmp_path / "mine.sh", "llama3-8b", CLUSTER, engine="accelerate")
+
+
+@pytest.mark.parametrize(
+    ("flags", "blocks"),
+    [
+        ("--pipeline-model-parallel-layout 'Et*7|(t*8|)*2t*9mL'", (7, 8, 8, 9)),
+        ("--pipeline-model-parallel-layout Et\\*7\\|t\\*8\\|t\\*8\\|t\\*9L", (7, 8, 8, 9)),
+        ("--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 7", (7, 9, 9, 7)),
+        ("--decoder-last-pipeline-num-layers 5", (9, 9, 9, 5)),
+        ("--decoder-last-pipeline-num-layers 8 --num-virtual-stages-per-pipeline-rank 2", (4,) * 8),
+    ],
+)
+def test_uneven_stages_of_a_script_are_read(flags: str, blocks: tuple[int, ...], tmp_path: Path) -> None:
+    path = tmp_path / "mine.sh"
+    path.write_text(SCRIPT.replace("${PP:-2}", "4").replace("--bf16", f"--bf16 {flags}"))
+    plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
+    found = [len(part.layers) for part in plan.parts]
+    assert tuple(each - (place in (0, len(found) - 1)) for place, each in enumerate(found)) == blocks
+    assert notes == ("Not read of mine.sh: delay_wgrad_compute.",)
+
+
+def test_blocks_that_count_an_end_as_one_leave_it_room(tmp_path: Path) -> None:
+    path = tmp_path / "mine.sh"
+    path.write_text(SCRIPT.replace("${PP:-2}", "3").replace("$TP", "1") + "--account-for-loss-in-pipeline-split")
+    plan, _ = plan_of_file(path, "llama3-8b", "1x3xh100-80gb", global_batch=6)
+    assert [len(part.layers) for part in plan.parts] == [12, 11, 11]

@@ -25,6 +25,7 @@ from typing import Any
 from steelyard.engines import megatron
 from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, hub_config, refuse_entries
 from steelyard.engines.engine import Entries, FileSettings, Reader, Taken, literal, options_in
+from steelyard.engines.megatron_arguments import FLAGS, IN_BF16, OPTIONS, arguments, read
 from steelyard.engines.megatron_models import model_flags
 from steelyard.engines.peft import refuse_kind, whole_if_so
 from steelyard.engines.writing import Draft, Request, Target, UniformPlan, refuse_untold
@@ -323,11 +324,11 @@ def _recipe(
 def _values(text: str) -> Mapping[str, Any]:
     """Return the settings that a recipe in Python assigns to attributes or passes by keyword to a configuration.
 
-    Of any other text, its options (`megatron.arguments`). A precision that is unknown here is not read, and bf16, that
+    Of any other text, its options (`arguments`). A precision that is unknown here is not read, and bf16, that
     of Megatron-Bridge's own recipes, is taken.
     """
     if _MARK not in text:
-        return megatron.arguments(text)
+        return arguments(text)
     found: dict[str, Any] = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
@@ -346,7 +347,7 @@ def _values(text: str) -> Mapping[str, Any]:
     if isinstance(modules, list):
         found["recompute_modules"] = " ".join(map(str, modules))
     on = {name: value for name, value in found.items() if value is not None and value is not False}
-    return on | megatron.attributes(megatron.FLAGS[precision or "bf16"])
+    return on | megatron.attributes(FLAGS[precision or "bf16"])
 
 
 def _lora(given: Mapping[str, Any]) -> str:
@@ -365,7 +366,7 @@ def _lora(given: Mapping[str, Any]) -> str:
 def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
     """Return the settings of a recipe, or of arguments for one."""
     train = entries.get("train")
-    found = megatron.read(entries, chain, num_devices)
+    found = read(entries, chain, num_devices)
     return replace(found, levers={"train": train} if train else {})
 
 
@@ -383,7 +384,7 @@ MEGATRON_BRIDGE = replace(
     name="megatron-bridge",
     execution=replace(
         megatron.MEGATRON.execution,
-        states=megatron.IN_BF16,
+        states=IN_BF16,
         reduce_bytes=2,
         hidden_collectives=0.5,
         accumulation_bytes=2,
@@ -392,7 +393,7 @@ MEGATRON_BRIDGE = replace(
         kernels=replace(megatron.KERNELS, expert_copies=0),
         dispatcher="deep",
     ),
-    options=megatron.OPTIONS,
+    options=OPTIONS,
     refuse=_refuse,
     levers={"train": Taken(refuse=_refuse_part)},
     reader=Reader(suffixes=(".py",), values=_values, read=_read, mark=_MARK),

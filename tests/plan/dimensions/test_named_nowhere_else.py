@@ -27,6 +27,7 @@ MAY_NAME = {
     "engines/accelerate.py": LANGUAGE,
     "engines/transformers.py": LANGUAGE,
     "engines/megatron.py": LANGUAGE,
+    "engines/megatron_arguments.py": LANGUAGE,
     "engines/megatron_bridge.py": LANGUAGE,
     "engines/ms_swift.py": LANGUAGE,
     "engines/peft.py": LANGUAGE,

@@ -1,0 +1,341 @@
+"""Megatron-LM's arguments as they stand in scripts: options that change a price, and the reading of scripts.
+
+Names are those of megatron-core 0.19.2. What a script sets and no price depends on is skipped by name; the rest that is
+not read is named in a note of ``explain --from``.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from steelyard.engines.capabilities import block_layers
+from steelyard.engines.engine import Engine, Entries, FileSettings, Settings
+from steelyard.engines.execution import Module, StateBytes
+from steelyard.engines.megatron_models import model_flags
+from steelyard.errors import UserError
+from steelyard.model.chain import ModelChain
+from steelyard.plan.strategy import Remat
+from steelyard.precision import Precision
+
+FLAGS: Mapping[Precision, Sequence[str]] = {
+    "bf16": ("--bf16",),
+    "fp16": ("--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale 65536"),
+    "fp32": (),
+    "fp8": ("--bf16", "--fp8-format hybrid", "--fp8-recipe tensorwise"),
+    "fp8-block": ("--bf16", "--fp8-format e4m3", "--fp8-recipe blockwise"),
+    "mxfp8": ("--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"),
+    "nvfp4": ("--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4"),
+}
+"""Flags of each precision. By default Megatron keeps and reduces gradients in fp16 under fp16, and starts with a loss
+scale of 2^32."""
+_OF_RECIPE = {flags[-1].partition("-recipe ")[2]: precision for precision, flags in FLAGS.items() if flags}
+
+
+RECOMPUTED: tuple[Module, ...] = ("layernorm", "moe_act", "mla_up_proj")
+"""Modules of selective remat that take little time. Recomputing attention's core saves nothing with a flash kernel."""
+BALANCED = "balanced"
+"""Option that makes routers distribute tokens evenly, for benchmarks."""
+
+
+IN_BF16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=1)
+"""States with gradients in 16 bits."""
+OPTIONS: Mapping[str, Callable[[Engine], Engine]] = {
+    "alltoall": lambda engine: engine.executing(dispatcher="all-to-all"),
+    "allgather": lambda engine: engine.executing(dispatcher="all-gather"),
+    "deepep": lambda engine: engine.executing(dispatcher="deep"),
+    BALANCED: lambda engine: engine.executing(balances_experts=True),
+}
+"""Options of everything that has Megatron-Core's experts."""
+
+
+class _Switch(NamedTuple):
+    """Further arguments that change a price: flags, whose value may be any of several, and their effect."""
+
+    flags: tuple[str, ...]
+    change: Callable[[Engine], Engine]
+
+
+def _keeping(engine: Engine, **states: int) -> Engine:
+    assert engine.execution.states is not None, "Megatron's buffers"
+    return engine.executing(states=replace(engine.execution.states, **states))
+
+
+SWITCHES: Mapping[str, _Switch] = {
+    "bf16-gradients": _Switch(
+        ("--grad-reduce-in-bf16",),
+        lambda engine: _keeping(engine, gradients=2).executing(reduce_bytes=2, accumulation_bytes=2),
+    ),
+    "bf16-moments": _Switch(
+        ("--use-precision-aware-optimizer", "--exp-avg-dtype bf16", "--exp-avg-sq-dtype bf16"),
+        lambda engine: _keeping(engine, optimizer=8),
+    ),
+    "fp8-parameters": _Switch(("--fp8-param-gather",), lambda engine: engine.executing(low_copies=0)),
+    "fused-loss": _Switch(("--cross-entropy-loss-fusion",), lambda engine: engine.with_kernels(loss_bytes=(14, 4))),
+    "tp-overlap": _Switch(("--tp-comm-overlap",), lambda engine: engine.executing(hidden_collectives=0.5)),
+    "ep-overlap": _Switch(
+        ("--overlap-moe-expert-parallel-comm",), lambda engine: engine.executing(hidden_exchanges=0.5)
+    ),
+    "cuda-graphs": _Switch(
+        ("--cuda-graph-impl local|transformer_engine",), lambda engine: engine.executing(eager_launch=False)
+    ),
+}
+"""Options of Megatron-LM's script: gradients kept and reduced in bf16, moments in bf16, parameters kept and gathered in
+8 bits, a loss that torch compiles (fusions/fused_cross_entropy.py; bytes seen in published runs), half of the
+communication of tensor or expert parallelism beside compute (as published runs that say so are priced), and no launches
+by the host."""
+_ASSIGNED = re.compile(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s(]\S*)")
+_USED = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|([A-Za-z_]\w*))")
+_LISTS = ("--recompute-modules",)
+"""Options with several values."""
+_CALCULATED = re.compile(r"\$\(\(((?:\s*\d{1,9}\s*[*/])*\s*\d{1,9}\s*)\)\)")
+_OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?|([a-z][\w.]*)=(.*)")
+_LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint")
+_NOT_PRICED = (
+    *("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "ckpt_format"),
+    *("no_gradient_accumulation_fusion", "outer_dp_sharding_strategy", "bf16", "fp16"),
+    *("accumulate_allreduce_grads_in_fp32", "loss_scale", "initial_loss_scale", "min_loss_scale"),
+    *("loss_scale_window", "hysteresis", "lr", "seed", "split", "num_workers", "mock_data", "clip_grad"),
+    *("init_method_std", "distributed_backend", "no_position_embedding", "use_rotary_position_embeddings"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "use_flash_attn", "no_masked_softmax_fusion", "dataloader_type"),
+    *("no_create_attention_mask_in_dataloader", "no_mmap_bin_files", "empty_unused_memory_level", "use_mcore_models"),
+)
+_OF_TRAINING = (
+    r"(min_lr|lr|decoupled|train|valid|test|eval|save|load|no_load|no_save|log|tensorboard|wandb|weight_decay|"
+    r"(start|end)_weight_decay|adam|data|tokenizer|vocab|merge|tiktoken|exit|timing|profile|manual_gc|"
+    r"distributed_timeout|override_opt|use_checkpoint)(_\w+)?"
+)
+"""Names of arguments of data, learning rates, evaluation, checkpoints and logs."""
+_SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+)
+"""Sizes of a model that tell it from another one."""
+_PADDING = 0.02
+"""Fraction of a vocabulary by which a tokenizer's and a padded one may differ."""
+_NARROW = "gradients in fp16 (priced in fp32, as with --accumulate-allreduce-grads-in-fp32)"
+_LOOPED = "experts one after another (priced with --moe-grouped-gemm)"
+
+
+def _check_sizes(entries: Entries, own: Mapping[str, str], chain: ModelChain) -> None:
+    for name in _SIZES:
+        found = entries.get(name)
+        told = own.get(name, "none" if name == "num_experts" else None)
+        if found is not None and told is not None and str(found) != told:
+            raise UserError(
+                field="--from",
+                found=f"{name} {found}",
+                expected=f"{told}, the value of {chain.name}",
+                hint="pass the model that the file trains",
+            )
+    tokens = str(entries.values.get("vocab_size", ""))
+    if tokens.isdigit() and abs(int(tokens) - chain.vocab_size) > _PADDING * chain.vocab_size:
+        raise UserError(
+            field="--from",
+            found=f"vocab_size {tokens}",
+            expected=f"about {chain.vocab_size}, the value of {chain.name}",
+            hint="pass the model that the file trains",
+        )
+
+
+def _dispatch_options(entries: Entries) -> tuple[str, ...]:
+    """Return the options of the engine for experts that the file sets."""
+    backend = str(entries.get("moe_flex_dispatcher_backend", default="deepep"))
+    deep = "deepep" if backend in ("deepep", "hybridep") or entries.get("moe_enable_deepep") else None
+    dispatcher = str(entries.get("moe_token_dispatcher_type"))
+    named = {"alltoall": "alltoall", "allgather": "allgather", "flex": deep}.get(dispatcher)
+    if "moe_token_dispatcher_type" in entries.values and named is None:
+        raise UserError(
+            field="moe_token_dispatcher_type",
+            found=f"{dispatcher} {backend}" if dispatcher == "flex" else dispatcher,
+            expected="alltoall, allgather, or flex with deepep or hybridep",
+            hint="change it in the file",
+        )
+    balanced = (BALANCED,) if entries.get("moe_router_force_load_balancing") else ()
+    return (*([named] if named else ()), *balanced)
+
+
+def read_script(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
+    """Return the settings of Megatron-LM's arguments with the defaults of its experts."""
+    if entries.values.get("optimizer_cpu_offload"):
+        raise UserError(
+            field="--from",
+            found="--optimizer-cpu-offload",
+            expected="states on the device: an update by the host has no price for Megatron",
+            hint="leave it out, or plan with --offload optimizer for our own runtime",
+        )
+    on = [name for name, switch in SWITCHES.items() if _is_on(switch, entries)]
+    is_in_place = entries.get("cross_entropy_fusion_impl") == "te"  # Transformer Engine's loss, as without fusion
+    switches = tuple(name for name in on if name != "fused-loss" or not is_in_place)
+    found = read(entries, chain, num_devices)
+    options, looped = (*found.options, *switches), False
+    if chain.has_experts:
+        options = options if "moe_token_dispatcher_type" in entries.values else ("allgather", *options)
+        looped = "moe_grouped_gemm" not in entries.values
+    return replace(found, options=options, unread=(*found.unread, *[_LOOPED] * looped))
+
+
+def _is_on(switch: _Switch, entries: Entries) -> bool:
+    """Return whether a file has all flags of a switch, with one of their values if they have values."""
+    flags = [flag.removeprefix("--").replace("-", "_").partition(" ") for flag in switch.flags]
+    if not all(name in entries.values for name, _, _ in flags):
+        return False
+    found = [entries.get(name) for name, _, _ in flags]
+    return all(each in value.split("|") or not value for each, (_, _, value) in zip(found, flags, strict=True))
+
+
+def _uneven(entries: Entries, chain: ModelChain, pp: int, vpp: int) -> tuple[int, ...]:
+    """Return the number of blocks in each part of a pipeline whose ends differ; empty if the file has no such entry."""
+    ends = [entries.number_or_none(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+    counted = [bool(entries.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss")]
+    if ends == [None, None] and not any(counted):
+        return ()
+    blocks, given = len(block_layers(chain)), [each for each in ends if each is not None]
+    inner = pp - len(given)
+    rest = blocks - sum(given) + sum(counted)
+    stages = [rest // max(1, inner)] * pp
+    if not inner or rest % inner or any(each % vpp for each in (*given, stages[0])):
+        raise UserError(
+            field="--from",
+            found=f"{blocks} blocks with {', '.join(map(str, given)) or 'no'} of them on the ends, {pp} stages",
+            expected="the same number on all other stages and chunks",
+            hint="correct the numbers of layers in the file",
+        )
+    for place, count in ((0, ends[0]), (-1, ends[1])):
+        stages[place] = stages[place] if count is None else count
+    parts = [stages[part % pp] // vpp for part in range(pp * vpp)]
+    parts[0] -= counted[0]
+    parts[-1] -= counted[1]
+    return tuple(parts)
+
+
+def read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
+    """Return the settings that Megatron-LM's arguments or the settings of a Megatron-Bridge recipe are."""
+    values = entries.values
+    entries.skip(*_LAUNCH, *_NOT_PRICED, *(["cp_comm_type"] if values.get("cp_comm_type") != "a2a" else []))
+    modules = str(values.get("recompute_modules", "")).split()
+    entries.skip(*(["recompute_modules"] if {*modules} <= {*RECOMPUTED} else []))
+    usual = {"attention_backend": ("auto", "flash", "fused"), "transformer_impl": ("transformer_engine",)}
+    entries.skip(*(name for name, known in usual.items() if values.get(name) in known))
+    entries.skip_like(_OF_TRAINING)
+    seq_len = entries.number_or_none("seq_length", "sequence_length", "seq_len")
+    own = {
+        flag.partition(" ")[0].removeprefix("--").replace("-", "_"): flag.partition(" ")[2]
+        for flag in model_flags(chain, seq_len or 1)
+    }
+    _check_sizes(entries, own, chain)
+    tp, pp, cp, ep = (
+        entries.number(f"{word}_model_parallel_size", f"{word}_parallel_size", short)
+        for word, short in (("tensor", "tp"), ("pipeline", "pp"), ("context", "cp"), ("expert", "ep"))
+    )
+    parts = _parts_of_layout(str(entries.get("pipeline_model_parallel_layout", default="")))
+    chunks = entries.number("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "vp")
+    if (layers := entries.number_or_none("num_layers_per_virtual_pipeline_stage")) is not None:
+        chunks = len(block_layers(chain)) // (pp * layers)
+    parts = parts or _uneven(entries, chain, pp, chunks)
+    shards = str(entries.get("data_parallel_sharding_strategy", default="optim_grads_params"))
+    zero = int("use_distributed_optimizer" in values)
+    if entries.get("use_megatron_fsdp"):
+        zero = {"optim_grads_params": 3, "optim_grads": 2}.get(shards, 1)
+    data = num_devices // (tp * pp * cp)
+    instances = entries.number("num_distributed_optimizer_instances")
+    remat, blocks = _read_remat(entries)
+    narrow = "fp16" in values and "accumulate_allreduce_grads_in_fp32" not in values
+    return FileSettings(
+        settings=Settings(
+            tp=tp,
+            cp=cp,
+            pp=pp,
+            vpp=len(parts) // pp if parts else chunks,
+            ep=ep,
+            replicas=instances if zero > 1 else 1,
+            micro_batch=entries.number("micro_batch_size", "mbs"),
+            zero=zero if data > 1 else 1,
+            sp=bool(entries.get("sequence_parallel", default=False)),
+            remat=remat,
+            remat_blocks=blocks,
+            blocks=parts or None,
+        ),
+        global_batch=entries.number_or_none("global_batch_size", "gbs"),
+        seq_len=seq_len,
+        precision=_read_precision(entries) or next((each for each in ("bf16", "fp16") if each in values), "fp32"),
+        options=_dispatch_options(entries),
+        unread=(*(name for name in entries.unread if name not in own), *[_NARROW] * narrow),
+    )
+
+
+def arguments(text: str) -> Mapping[str, Any]:
+    """Return the values of options in a shell script by name with underscores; True for an option without a value.
+
+    Options have the form ``--tensor-model-parallel-size 4`` or, for a Megatron-Bridge recipe,
+    ``model.tensor_model_parallel_size=4``, anywhere in the script, also in quotes or arrays. Variables that the text
+    sets to one value are substituted, and products of numbers are computed.
+    """
+    spelt = re.sub(r"(?m)(^|\s)#.*$", r"\1", text)
+    set_to: dict[str, str | None] = {}
+
+    def filled(part: str) -> str:
+        known = _USED.sub(lambda use: str(set_to.get(use[1] or use[3]) or use[2] or use[0]), part)
+        return _CALCULATED.sub(_calculated, known)
+
+    for variable, assigned in _ASSIGNED.findall(spelt):
+        text_of = filled(assigned.strip("\"'"))
+        text_of = "" if text_of.startswith("-") else text_of  # options, which are read where they stand
+        is_alone = set_to.get(variable, text_of) == text_of  # what depends on a condition stays open
+        set_to[variable] = text_of if is_alone else None
+    words = re.sub(r"\\\n|[\"']|(?<==)\(", " ", filled(spelt)).split()
+    words = [word.strip("()") if word.count("(") != word.count(")") else word for word in words]
+    lists = [place for place, word in enumerate(words) if word in _LISTS]
+    for place in reversed(lists):
+        end = next((n for n in range(place + 1, len(words)) if not words[n].isidentifier()), len(words))
+        words[place + 1 : end] = [" ".join(words[place + 1 : end])]
+    found: dict[str, Any] = {}
+    for word, after in itertools.zip_longest(words, words[1:], fillvalue="--"):
+        option = _OPTION.fullmatch(word)
+        if option is None or (option[3] and option[3] in set_to):
+            continue
+        given = option[2] if option[1] else option[4]
+        name = (option[1] or option[3]).rpartition(".")[2].replace("-", "_")
+        is_alone = given is None and re.match(r"-|\w+\+?=", after) is not None
+        value = given if given is not None else True if is_alone else after
+        found[name] = {"true": True, "false": False, "null": None, "none": None}.get(str(value).lower(), value)
+    return {name: value for name, value in found.items() if value is not None and value is not False}
+
+
+def _calculated(match: re.Match[str]) -> str:
+    """Return the value of a shell's product or quotient of numbers, ``$((8*16/2))``, or its text if it is another."""
+    numbers, operators = re.findall(r"\d+", match[1]), re.findall(r"[*/]", match[1])
+    found = int(numbers[0])
+    for operator, number in zip(operators, map(int, numbers[1:]), strict=True):
+        if operator == "/" and number == 0:
+            return match[0]
+        found = found * number if operator == "*" else found // number
+    return str(found)
+
+
+def _parts_of_layout(layout_text: str) -> tuple[int, ...]:
+    """Return the number of blocks of each part in ``--pipeline-model-parallel-layout``; empty if it is not given."""
+    spelt = layout_text.replace("\\", "").replace("m", "")  # further prediction heads lie with the loss
+    spelt = re.sub(r"\(([^)]*)\)\*(\d{1,3})", lambda part: part[1] * int(part[2]), spelt)
+    spelt = re.sub(r"([Etm|L])\*(\d{1,3})", lambda part: part[1] * int(part[2]), spelt)
+    return tuple(part.count("t") for part in spelt.split("|")) if spelt else ()
+
+
+def _read_precision(entries: Entries) -> str:
+    """Return the precision of products in 8 or 4 bits by its recipe, any other 8-bit recipe as fp8; empty if none."""
+    for bits, usual in (("fp4", "nvfp4"), ("fp8", "fp8")):
+        if entries.get(f"{bits}_format", bits):
+            return _OF_RECIPE.get(str(entries.get(f"{bits}_recipe")), usual)
+    return ""
+
+
+def _read_remat(entries: Entries) -> tuple[Remat, int | None]:
+    """Return the remat of blocks, and the number of recomputed blocks of each part; None for all."""
+    usual = "selective" if entries.get("recompute_activations") else None
+    granularity = entries.get("recompute_granularity", default=usual)
+    method = entries.get("recompute_method", default="uniform")
+    count = entries.number_or_none("recompute_num_layers")
+    if granularity != "full":
+        return Remat.SELECTIVE if granularity == "selective" else Remat.NONE, None
+    return Remat.FULL, count if method == "block" else None
