@@ -72,7 +72,8 @@ def test_settings_in_a_file_of_an_engine_are_explained(run: Run, tmp_path: Path)
     settings = (
         "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --recompute-granularity full"
     )
-    path.write_text(f"{settings} --micro-batch-size 1 --global-batch-size 32 --seq-length 4096 --bf16 --lr 1e-4 --delay-wgrad-compute")
+    sizes = "--micro-batch-size 1 --global-batch-size 32 --seq-length 4096"
+    path.write_text(f"{settings} {sizes} --bf16 --lr 1e-4 --delay-wgrad-compute")
     cluster = ("--cluster", "1x8xa100-80gb")
     explained = json.loads(run("explain", "llama3-8b", "--from", path, *cluster, "-o", plan, "--json").stdout)
     priced = run("price", *JOB, "--engine", "megatron", "--tp", 2, "--remat", "full", "--json")

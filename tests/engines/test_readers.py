@@ -305,23 +305,26 @@ def test_switches_of_megatron_are_options_of_the_engine_with_their_price(
             {"float8": "rowwise"},
             "",
         ),
-        ("[compile]\nenable = true\n[optimizer]\nlr = 0.1", "torchtitan+compile", {}, ""),
-        ("[compile]\nenable = false", "torchtitan", {}, ""),
+        ("[compile]\nenable = true\n[optimizer]\nlr = 0.1", "torchtitan+whole-loss+compile", {}, ""),
         (
-            "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '2'",
-            "torchtitan",
+            "compile = true\n[parallelism]\ntensor_parallel_degree = 2\nenable_async_tensor_parallel = true",
+            "torchtitan+whole-loss+compile+async-tp",
             {},
-            "option 2 (priced",
+            "",
         ),
-        ("dtype = 'bfloat16'", "torchtitan", {}, "training.dtype bfloat16 (priced in float32)"),
-        ("enable_cpu_offload = true", "torchtitan", {"offload": "parameters"}, ""),
+        ("[compile]\nenable = false", "torchtitan+whole-loss", {}, ""),
+        ("[float8]\nenable_float8_linear = false", "torchtitan+whole-loss", {}, ""),
+        ("[activation_checkpoint]\nselective_ac_option = '2'", "torchtitan+whole-loss", {}, "ac_option 2 (priced"),
+        ("dtype = 'bfloat16'", "torchtitan+whole-loss", {}, "training.dtype bfloat16 (priced in float32)"),
+        ("enable_cpu_offload = true", "torchtitan+whole-loss", {"offload": "parameters"}, ""),
     ],
 )
 def test_what_a_torchtitan_file_switches_on_is_priced_or_named(
     lines: str, engine: str, levers: dict[str, str], unread: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(f"[training]\nlocal_batch_size = 1\nseq_len = 4096\n{lines}\n")
+    given = "" if "checkpoint" in lines else "[activation_checkpoint]\nmode = 'none'\n"
+    path.write_text(f"{given}[training]\nbatch_size = 1\nseq_len = 4096\n{lines}\n")
     plan, notes = plan_of_file(path, "llama3.1-8b", CLUSTER)
     assert plan.engine == engine
     assert plan.levers == levers
@@ -368,6 +371,7 @@ def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: P
         ("mine.toml", "[activation_checkpoint]\nmode = 'some'", "activation_checkpoint.mode"),
         ("mine.toml", "[parallelism]\ntensor_parallel_degree = 0", "parallelism.tensor_parallel_degree"),
         ("mine.toml", "[parallelism]\ndata_parallel_shard_degree = 4", "--cluster"),
+        ("mine.toml", "[project]\nname = 'other'", "--from"),
         ("mine.toml", "x = 1\n[parallelism]\nmodule_fqns_per_model_part = [1]", "--from"),
         ("mine.json", "{", "--from"),
         ("mine.json", "[]", "--from"),

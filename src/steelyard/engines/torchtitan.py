@@ -54,6 +54,9 @@ WHOLE_LOSS = "whole-loss"
 """Option of a loss over the whole sequence at once, as before May 2026 and with `CrossEntropyLoss`."""
 COMPILED = "compile"
 """Option of compiled blocks and loss (`CompileConfig`)."""
+ASYNC_TP = "async-tp"
+"""Option of tensor parallelism whose collectives run beside the products, in compiled blocks."""
+_ASYNC_TP_ENTRY = "enable_async_tensor_parallel"
 _LLAMA3 = {
     **{"num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000, "rms_norm_eps": 1e-5},
     **{"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
@@ -206,7 +209,9 @@ def _write(request: Request) -> Draft:
             hint="plan with --float8 rowwise",
         )
     options = options_in(request.plan.engine)
-    is_whole, is_compiled = WHOLE_LOSS in options, COMPILED in options or not float8.is_default
+    is_whole, is_compiled = WHOLE_LOSS in options, bool({COMPILED, ASYNC_TP} & {*options}) or not float8.is_default
+    compiling = {"enable": True} | ({_ASYNC_TP_ENTRY: True} if ASYNC_TP in options else {})
+    compiling = compiling if is_compiled else {}
     left_out = {
         "initial weights, data and optimizer: set by torchtitan's own configuration"
         + (f" of {flavor.like}" if flavor.like else ""): True,
@@ -226,14 +231,14 @@ def _write(request: Request) -> Draft:
     of_functions = f"{start} --module {name} --config {name}"
     of_toml = f"{start} --job.config_file {name}.toml"
     functions = (
-        (f"{name}.py", _configuration(view, RELEASE, flavor, float8, lines, name, is_compiled=is_compiled)),
-        (f"{name}_main.py", _configuration(view, MAIN, flavor, float8, lines, f"{name}_main", is_compiled=is_compiled)),
+        (f"{name}.py", _configuration(view, RELEASE, flavor, float8, lines, name, compiling=compiling)),
+        (f"{name}_main.py", _configuration(view, MAIN, flavor, float8, lines, f"{name}_main", compiling=compiling)),
     )
     usages = (f"torchtitan 0.3: put {name}.py on PYTHONPATH; on main: the same with {name}_main",)
     return Draft(
         files=(
             *(functions if has_functions else ()),
-            *(((f"{name}.toml", _toml(view, flavor, float8, is_compiled=is_compiled)),) if is_in_toml else ()),
+            *(((f"{name}.toml", _toml(view, flavor, float8, compiling=compiling)),) if is_in_toml else ()),
         ),
         left_out=tuple(line for line, holds in left_out.items() if holds),
         launch=of_functions if has_functions else of_toml,
@@ -357,7 +362,7 @@ def _configuration(
     changes: Sequence[str],
     function: str,
     *,
-    is_compiled: bool,
+    compiling: Mapping[str, bool],
 ) -> str:
     converter = _CONVERTERS.get(str(float8))
     folder, size = flavor.folder, re.sub(r"[.-]", "_", (flavor.like or flavor.name).lower())
@@ -376,7 +381,7 @@ def _configuration(
         f"    config = {folder}_{size}()",
         f"    config.model_spec = model_registry({flavor.name!r}"
         + (f", converters=[{converter}model_compile_enabled=True)])" if converter else ")"),
-        f"    config.compile = CompileConfig({'enable=True' if is_compiled else ''})",
+        f"    config.compile = CompileConfig({', '.join(f'{name}={value}' for name, value in compiling.items())})",
         *(f"    {line}" for line in changes),
         *(f"    config.training.{key} = {value!r}" for key, value in _training(view, version).items()),
         f"    config.activation_checkpoint = {f'{wrapper}.Config()' if wrapper else None}",
@@ -388,7 +393,7 @@ def _configuration(
     return "\n".join(lines) + "\n"
 
 
-def _toml(view: UniformPlan, flavor: _Flavor, float8: Float8, *, is_compiled: bool) -> str:
+def _toml(view: UniformPlan, flavor: _Flavor, float8: Float8, *, compiling: Mapping[str, bool]) -> str:
     parallelism = _parallelism(view, RELEASE)
     parallelism.pop("enable_sequence_parallel", None)
     if view.cp > 1:
@@ -404,8 +409,10 @@ def _toml(view: UniformPlan, flavor: _Flavor, float8: Float8, *, is_compiled: bo
         "parallelism": parallelism,
         "activation_checkpoint": checkpoint,
     }
-    if is_compiled:
+    if compiling:
         sections["compile"] = {"enable": True}
+    if _ASYNC_TP_ENTRY in compiling:
+        sections["parallelism"][_ASYNC_TP_ENTRY] = True
     if not float8.is_default:
         name, recipe = ("mx", "mxfp8_cublas") if str(float8) == MXFP8 else ("float8", str(float8))
         sections["model"]["converters"] = [f"quantize.linear.{name}"]
@@ -426,11 +433,12 @@ def _values(text: str) -> Mapping[str, Any]:
 
 def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
     entries.get("model.name", "model.flavor", "model_spec", "compile", "parallelism.num_pp_microbatches")
-    parallel = "parallelism."
-    tp, cp, pp = (entries.number(f"{parallel}{kind}_parallel_degree") for kind in ("tensor", "context", "pipeline"))
-    replicas = entries.number(f"{parallel}data_parallel_replicate_degree")
+    parallel, is_old = "parallelism.", bool(entries.get(_TOML))
+    tp, cp, pp, replicas = (
+        entries.number(*_degrees(kind)) for kind in ("tensor", "context", "pipeline", "data_parallel_replicate")
+    )
     data = num_devices // (tp * cp * pp)
-    shards = entries.number_or_none(f"{parallel}data_parallel_shard_degree") or data // replicas
+    shards = entries.number_or_none(*_degrees("data_parallel_shard")) or data // replicas
     if replicas * shards != data:
         raise UserError(
             field="--cluster",
@@ -443,10 +451,11 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     if parts and not (isinstance(parts, list) and all(isinstance(part, list) for part in parts)):
         raise ValueError("the modules of the pipeline parts are not lists of names")
     schedule = str(entries.get(f"{parallel}pipeline_parallel_schedule", default=USUAL.torchtitan_name))
-    local = entries.number("training.local_batch_size")
+    local = entries.number("training.local_batch_size", "training.batch_size", default=8 if is_old else 1)
     micro_batch = entries.number(f"{parallel}pipeline_parallel_microbatch_size") if pp > 1 else local
     batch = entries.number_or_none("training.global_batch_size") or local * data
-    seq_len = entries.number_or_none("training.seq_len", "training.max_context_length")
+    usual_len = 2048 if is_old else None
+    seq_len = entries.number_or_none("training.seq_len", "training.max_context_length") or usual_len
     if seq_len and "training.num_tokens_per_train_step" in entries.values:  # main counts tokens
         batch = entries.number("training.num_tokens_per_train_step") // seq_len
         micro_batch = entries.number("training.num_tokens_per_microbatch_per_dp_rank") // seq_len
@@ -458,7 +467,7 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
             expected=" or ".join(named),
             hint="change it in the file",
         )
-    mode = str(entries.get("activation_checkpoint.mode", default="none"))
+    mode = str(entries.get("activation_checkpoint.mode", default="selective" if is_old else "none"))
     remats = {"none": Remat.NONE, "selective": Remat.SELECTIVE, "full": Remat.FULL}
     if mode not in remats:
         raise UserError(
@@ -468,9 +477,10 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     levers = {"offload": "parameters"} if entries.get("training.enable_cpu_offload") else {}
     if told := _float8(entries):
         levers[Float8.name] = told
-    is_old = "model.flavor" in entries.values  # before the loss was chunked
-    is_compiled = bool(entries.get("compile.enable")) and (is_old or not told)  # float8 is, at least in its blocks
-    options = (WHOLE_LOSS,) * is_old + (COMPILED,) * is_compiled
+    is_compiled = bool(entries.get("compile.enable", "training.compile"))
+    is_async = bool(entries.get(*(f"{part}.{_ASYNC_TP_ENTRY}" for part in ("compile", "parallelism", "experimental"))))
+    chosen = {WHOLE_LOSS: is_old, COMPILED: is_compiled and (is_old or not told), ASYNC_TP: is_async and tp > 1}
+    options = tuple(name for name, is_on in chosen.items() if is_on)  # blocks in float8 are compiled anyway
     entries.skip_like(_OF_TRAINING)
     unlike = []
     if (stored := str(entries.get("training.dtype", default="float32"))) != "float32":
@@ -504,9 +514,11 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
 
 def _float8(entries: Entries) -> str:
     """Return the recipe of float8 in a file, empty without float8."""
+    if entries.get("float8.enable_float8_linear") is False:
+        return ""
     converters = ("model.converters", "converters", "model_spec.converters"), ("quantize.linear",)
-    found = [entries.get(*names) for names in (*converters, ("float8.recipe_name",))]
-    told = "".join(str(each) for each in found if each)
+    old = ("float8.recipe_name",), ("float8.enable_float8_linear",)
+    told = "".join(str(each) for each in [entries.get(*names) for names in (*converters, *old)] if each)
     usual = "rowwise" if "Converter" in told else "tensorwise"  # of 0.3, and of 0.2
     return (
         (MXFP8 if "mx" in told.lower() else next((each for each in Float8.values[1:] if each in told), usual))
@@ -515,9 +527,21 @@ def _float8(entries: Entries) -> str:
     )
 
 
+def _degrees(kind: str) -> tuple[str, ...]:
+    """Return the entries of a degree, at first in the sections of 2024."""
+    name = kind if kind.startswith("data") else f"{kind}_parallel"
+    return tuple(f"{section}.{name}_degree" for section in ("parallelism", "training", "experimental"))
+
+
+_TOML = "toml"
+"""Name under which the values of a TOML file, of 0.2 or before, say that they are."""
+
+
 def _toml_values(text: str) -> dict[str, Any]:
     sections = tomllib.loads(text)
-    return {
+    if {"training", "parallelism", "activation_checkpoint"}.isdisjoint(sections):
+        raise ValueError("none of the sections training, parallelism and activation_checkpoint")
+    return {_TOML: True} | {
         f"{name}.{key}": value
         for name, part in sections.items()
         if isinstance(part, dict)
@@ -574,7 +598,11 @@ TORCHTITAN = Engine(
     capabilities=CAPABILITIES,
     execution=Execution(buffers_every_microbatch=True, splits_whole=True, kernels=replace(_KERNELS, loss_pieces=8)),
     precisions=("bf16", "fp32"),
-    options={WHOLE_LOSS: lambda engine: engine.with_kernels(loss_pieces=1), COMPILED: _compiling},
+    options={
+        WHOLE_LOSS: lambda engine: engine.with_kernels(loss_pieces=1),
+        COMPILED: _compiling,
+        ASYNC_TP: lambda engine: _compiling(engine).executing(hidden_collectives=0.5),
+    },
     refuse=_refuse,
     levers={
         "offload": replace(peft.OFFLOAD, dimensions=dimensions_of("fsdp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp")),
