@@ -124,6 +124,9 @@ LORA = "lora:r=4,alpha=16,targets=q_proj+k_proj+v_proj,dropout=0.1"
     [
         ("megatron-bridge", {"train": LORA}, Settings(tp=2), "bridge_recipe.py"),
         ("deepspeed", {"offload": "parameters"}, Settings(zero=3, sp=False), "ds_config.json"),
+        ("torchtitan", {"weights": "bf16"}, Settings(zero=3), "steelyard_llama3_8b.py"),
+        ("torchtitan", {"offload": "parameters"}, Settings(zero=3), "steelyard_llama3_8b.py"),
+        ("torchtitan", {"float8": "rowwise"}, Settings(zero=3, tp=2), "steelyard_llama3_8b.py"),
     ],
 )
 def test_levers_of_a_file_are_read_again(
@@ -315,7 +318,13 @@ def test_switches_of_megatron_are_options_of_the_engine_with_their_price(
         ("[compile]\nenable = false", "torchtitan+whole-loss", {}, ""),
         ("[float8]\nenable_float8_linear = false", "torchtitan+whole-loss", {}, ""),
         ("[activation_checkpoint]\nselective_ac_option = '2'", "torchtitan+whole-loss", {}, "ac_option 2 (priced"),
-        ("dtype = 'bfloat16'", "torchtitan+whole-loss", {}, "training.dtype bfloat16 (priced in float32)"),
+        ("dtype = 'bfloat16'", "torchtitan+whole-loss", {"weights": "bf16"}, ""),
+        (
+            "dtype = 'bfloat16'\nenable_cpu_offload = true",
+            "torchtitan+whole-loss",
+            {"offload": "parameters"},
+            "training.dtype bfloat16 (priced in float32)",
+        ),
         ("enable_cpu_offload = true", "torchtitan+whole-loss", {"offload": "parameters"}, ""),
     ],
 )

@@ -26,6 +26,7 @@ from steelyard.engines.pytorch import other_export
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.levers.float8 import MXFP8, Float8
+from steelyard.levers.weights import Weights
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import ROUTER_LOSS
 from steelyard.plan.dimensions.ep import DEGREE
@@ -222,6 +223,7 @@ def _write(request: Request) -> Draft:
         "tp without sp in the .toml: 0.2 always shards the sequence with tp": view.tp > 1 and not view.sp,
         "a .toml for torchtitan 0.2: it has no flavor that is the model": not is_in_toml,
         f"configuration functions for 0.3 and main, which do not support --float8 {float8}": not has_functions,
+        "sums of gradients in bf16: torchtitan sums over ranks in fp32": view.is_narrow,
         "the chunked loss in the .toml: 0.2 computes the loss at once and needs more memory": not is_whole
         and is_in_toml,
     }
@@ -318,6 +320,7 @@ def _training(view: UniformPlan, version: _Version) -> dict[str, Any]:
         }
     sizes["mixed_precision_param"] = "bfloat16" if view.precision == "bf16" else "float32"
     sizes |= {"enable_cpu_offload": True} if view.on_host else {}
+    sizes |= {"dtype": "bfloat16"} if view.is_narrow else {}
     is_refused = has_stages or view.ranks_of_experts > 1  # with graphs: `Trainer.Config._validate_cuda_graphs`
     return sizes | ({"disable_cuda_graphs": True} if is_refused else {})
 
@@ -483,8 +486,10 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     options = tuple(name for name, is_on in chosen.items() if is_on)  # blocks in float8 are compiled anyway
     entries.skip_like(_OF_TRAINING)
     unlike = []
-    if (stored := str(entries.get("training.dtype", default="float32"))) != "float32":
-        unlike.append(f"training.dtype {stored} (priced in float32)")
+    if entries.get("training.dtype") == "bfloat16" and levers:
+        unlike.append("training.dtype bfloat16 (priced in float32)")
+    elif entries.get("training.dtype") == "bfloat16":
+        levers = {Weights.name: "bf16"}
     every = entries.get("activation_checkpoint.selective_ac_option", default="2" if is_old else "op")
     if mode == "selective" and every != "op":
         unlike.append(f"activation_checkpoint.selective_ac_option {every} (priced as op)")
@@ -520,11 +525,8 @@ def _float8(entries: Entries) -> str:
     old = ("float8.recipe_name",), ("float8.enable_float8_linear",)
     told = "".join(str(each) for each in [entries.get(*names) for names in (*converters, *old)] if each)
     usual = "rowwise" if "Converter" in told else "tensorwise"  # of 0.3, and of 0.2
-    return (
-        (MXFP8 if "mx" in told.lower() else next((each for each in Float8.values[1:] if each in told), usual))
-        if told
-        else ""
-    )
+    word = MXFP8 if "mx" in told.lower() else next((each for each in Float8.values[1:] if each in told), usual)
+    return word if told else ""
 
 
 def _degrees(kind: str) -> tuple[str, ...]:
@@ -567,7 +569,7 @@ def _function_values(text: str) -> dict[str, Any]:
 
 
 _OF_TRAINING = (
-    r"(job|metrics|checkpoint|lr_scheduler|profiling|validation|comm|debug|experimental)\..*|model\.hf_assets_path|"
+    r"(job|metrics|checkpoint|lr_scheduler|profiling|validation|comm|debug)\..*|model\.hf_assets_path|"
     r"training\.(steps|max_norm|dataset|dataset_path|seed|gc_freq|deterministic|mixed_precision_reduce)|"
     r"optimizer\.(lr|eps|beta1|beta2|weight_decay|implementation)|compile\.components|activation_checkpoint\."
     r"per_op_sac_force_recompute_mm_shapes_by_fqns"
@@ -607,6 +609,7 @@ TORCHTITAN = Engine(
     levers={
         "offload": replace(peft.OFFLOAD, dimensions=dimensions_of("fsdp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp")),
         "float8": Taken(execution=_compiled),
+        "weights": Taken(),
     },
     reader=Reader(suffixes=(".toml", ".py"), values=_values, read=_read),
     targets=(

@@ -11,6 +11,7 @@ from typing import Any, Self
 from steelyard.engines.capabilities import block_layers, first_blocks_recomputed
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster
+from steelyard.levers.weights import Weights
 from steelyard.model.chain import ModelChain
 from steelyard.plan.dimensions import CP, DP, FSDP, TP
 from steelyard.plan.plan import Plan
@@ -61,6 +62,8 @@ class UniformPlan:
     precision: Precision
     on_host: bool
     """Whether parameters, gradients and optimizer states lie in host memory."""
+    is_narrow: bool
+    """Whether parameters, gradients and optimizer states are kept in bf16."""
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
@@ -90,6 +93,7 @@ class UniformPlan:
             seq_len=plan.seq_len,
             precision=plan.precision,
             on_host=plan.chosen_levers.effects.parameters_on_host,
+            is_narrow=not plan.chosen_levers.value(Weights).is_default,
         )
 
     @property
