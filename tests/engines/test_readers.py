@@ -225,6 +225,13 @@ def test_a_users_own_arguments_are_read_and_the_rest_is_named(text: str, tmp_pat
     assert notes == ("Not read of mine.sh: delay_wgrad_compute.",)
 
 
+def test_a_script_of_megatron_fsdp_is_told_by_its_flag(tmp_path: Path) -> None:
+    path = tmp_path / "mine.sh"
+    path.write_text(SCRIPT.replace("--use-distributed-optimizer", "--use-megatron-fsdp").replace("${PP:-2}", "1"))
+    plan, _ = plan_of_file(path, "llama3-8b", CLUSTER)
+    assert (plan.engine, {strategy.state_shards for strategy in plan.strategies}) == ("megatron-fsdp", {4})
+
+
 def test_gradients_that_megatron_keeps_in_fp16_are_said(tmp_path: Path) -> None:
     path = tmp_path / "mine.sh"
     path.write_text(SCRIPT.replace("--bf16", "--fp16 --loss-scale-window 500"))

@@ -228,6 +228,7 @@ KERNELS = replace(FUSED, loss_bytes=(6, 4), of_each_expert=2, selective=RECOMPUT
 """Megatron-Core's kernels. The loss makes one fp32 copy of the logits, works in place and keeps the softmax
 (tensor_parallel/cross_entropy.py). Transformer Engine computes every expert with a separate matmul on one of four
 streams (gemm.cpp, te_general_grouped_gemm)."""
+_READER = Reader(suffixes=(".sh", ".txt", ".args"), values=arguments, read=read_script)
 MEGATRON = Engine(
     name="megatron",
     capabilities=CAPABILITIES,
@@ -241,7 +242,7 @@ MEGATRON = Engine(
     precisions=tuple(FLAGS),
     options={**OPTIONS, **{name: switch.change for name, switch in SWITCHES.items()}},
     refuse=_refuse,
-    reader=Reader(suffixes=(".sh", ".txt", ".args"), values=arguments, read=read_script),
+    reader=_READER,
     targets=(
         Target(
             name="megatron",
@@ -263,6 +264,7 @@ MEGATRON_FSDP = replace(
     capabilities=FSDP_CAPABILITIES,
     execution=Execution(kernels=KERNELS),
     options=OPTIONS,
+    reader=replace(_READER, mark="--use-megatron-fsdp"),
     precisions=tuple(each for each in FLAGS if each != SCALES_LOSS),
     targets=tuple(
         replace(
