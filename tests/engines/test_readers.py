@@ -347,6 +347,71 @@ def test_what_a_torchtitan_file_switches_on_is_priced_or_named(
     assert unread in notes[0] if unread else not notes
 
 
+AXOLOTL = """
+base_model: meta-llama/Meta-Llama-3-8B
+adapter: qlora
+load_in_4bit: true
+load_in_8bit: false
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_modules: [q_proj, v_proj]
+datasets: [{path: tatsu-lab/alpaca, type: alpaca}]
+sequence_len: 2048
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+optimizer: adamw_bnb_8bit
+learning_rate: 0.0002
+bf16: auto
+gradient_checkpointing: true
+wandb_project:
+"""
+LORA_OF_AXOLOTL = "lora:r=32,alpha=16,targets=q_proj+v_proj,dropout=0.05"
+
+
+@pytest.mark.slow
+def test_axolotls_yaml_is_read_as_it_runs(tmp_path: Path) -> None:
+    path = tmp_path / "lora.yml"
+    path.write_text(AXOLOTL)
+    plan, notes = plan_of_file(path, "llama3-8b", "1x1xrtx-4090")
+    assert (plan.engine, plan.precision, plan.global_batch, plan.seq_len) == ("accelerate", "bf16", 8, 2048)
+    assert plan.levers == {"train": LORA_OF_AXOLOTL, "base": "nf4", "optimizer": "adamw-8bit"}
+    assert {str(strategy) for strategy in plan.strategies} == {"single", "single remat=full"}
+    assert notes == ("Not read of lora.yml: optimizer adamw_bnb_8bit (priced as adamw-8bit).",)
+    full = AXOLOTL.partition("adapter")[0] + AXOLOTL.partition("dropout: 0.05")[2].replace("sample_packing: true", "")
+    path.write_text(full.replace("adamw_bnb_8bit", "adamw_torch") + "fsdp_config: {reshard_after_forward: false}\n")
+    plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
+    assert str(plan.strategies[1]) == "fsdp8 zero2 remat=full"
+    assert (plan.levers, plan.global_batch) == ({}, 64)
+    assert "sample_packing, which is off (priced with full sequences)" in notes[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("levers", "cluster", "settings"),
+    [
+        ({}, CLUSTER, Settings(zero=3, sp=False, remat=Remat.FULL, micro_batch=2)),
+        ({"offload": "parameters"}, CLUSTER, Settings(zero=3, sp=False)),
+        ({"train": LORA_OF_AXOLOTL, "base": "nf4", "optimizer": "adamw-8bit"}, "1x1xrtx-4090", Settings(zero=0)),
+    ],
+)
+def test_what_is_written_for_axolotl_is_read_again(
+    levers: dict[str, str], cluster: str, settings: Settings, tmp_path: Path
+) -> None:
+    request = make_request(
+        "llama3-8b", cluster, global_batch=16, seq_len=2048, memory_margin=0.0, levers=levers, engine="accelerate"
+    )
+    plan, _ = price_settings(request, ENGINES["accelerate"], "bf16", settings)
+    written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(cluster))
+    path = tmp_path / "axolotl.yaml"
+    path.write_text(dict(export_plan(TARGETS["axolotl"], written).files)["axolotl.yaml"])
+    again, notes = plan_of_file(path, "llama3-8b", cluster)
+    assert not notes
+    assert again.chosen_levers == plan.chosen_levers
+    assert again.prediction == plan.prediction
+
+
 def test_what_a_trainer_fills_in_later_is_said_or_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     content = '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "offload_param": {"device": '
@@ -370,6 +435,13 @@ def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: P
     ("file", "text", "field"),
     [
         ("mine.yaml", "", "--from"),
+        ("mine.yaml", "step_scheduler: {local_batch_size: 1}", "--from"),
+        ("mine.yaml", "a: [", "--from"),
+        ("mine.yaml", "- 1", "--from"),
+        ("mine.yaml", "micro_batch_size: 1\ndeepspeed: zero3.json", "deepspeed"),
+        ("mine.yaml", "micro_batch_size: 1\nload_in_8bit: true", "load_in_8bit"),
+        ("mine.yaml", "micro_batch_size: 1", "--seq-len"),
+        ("mine.txt.other", "", "--from"),
         ("mine.sh", "--global-batch-size 64", "--seq-len"),
         ("mine.sh", "--seq-length 4096", "--global-batch"),
         ("mine.sh", "--tensor-model-parallel-size $TP", "tensor_model_parallel_size"),

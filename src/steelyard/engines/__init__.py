@@ -49,6 +49,11 @@ FRONT_ENDS: Mapping[Target, Engine] = {
     ms_swift.TRAINER_TARGET: ms_swift.TRAINER,
 }
 """Software that drives an engine through its own files, by the target that writes them."""
+READERS: Mapping[str, Engine] = {
+    **{engine.name: engine for engine in ENGINES.values() if engine.reader is not None},
+    axolotl.TARGET.name: axolotl.ENGINE,
+}
+"""Engines whose files of settings are read, by the name of the software that the files are for."""
 _ENGINES_OF: Mapping[Target, Engine] = {
     **{target: engine for engine in ENGINES.values() for target in engine.targets},
     **FRONT_ENDS,

@@ -9,6 +9,7 @@ Adapters are peft's (``utils/schemas/peft.py``, ``loaders/adapter.py``), with it
 it (``loaders/model.py``: bnb_4bit_quant_storage), and our runtime does not.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +18,13 @@ import yaml
 from steelyard.engines import peft
 from steelyard.engines.accelerate import ACCELERATE, kept_gathered
 from steelyard.engines.capabilities import dimensions_of
+from steelyard.engines.engine import Entries, FileSettings, Reader, Settings
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan
+from steelyard.errors import UserError
 from steelyard.levers import Levers
 from steelyard.levers.quantized_base import QuantizedBase
 from steelyard.levers.train import ALL_LINEAR, Train
+from steelyard.model.chain import ModelChain
 from steelyard.plan.strategy import Remat
 
 
@@ -93,8 +97,104 @@ def _content(view: UniformPlan) -> dict[str, Any]:
     }
 
 
+_OF_TRAINING = (
+    r"base_model.*|.*tokenizer.*|tokens|special_tokens.*|chat_template.*|(test_)?datasets|dataset_.*|val_set_size|"
+    r"output_dir|loss_watchdog_.*|.*learning_rate.*|lr_.*|weight_decay|warmup_.*|num_epochs|max_steps|max_grad_norm|adam_.*|seed|"
+    r"(evals?|saves?|logging|wandb|hub|mlflow|comet|swanlab|early|resume|auto_resume|dataloader|shuffle|ddp)_.*|"
+    r"train_on_inputs|group_by_length|strict|debug|local_rank|tf32|pad_to_sequence_len|trust_remote_code|model_type|"
+    r"is_.*_model|gradient_checkpointing_kwargs.*|(flash|sdp|xformers)_attention|attn_implementation|lora_model_dir|"
+    r"fsdp_version|fsdp_config\.(fsdp_)?(version|auto_wrap_policy|state_dict_type|final_state_dict_type|"
+    r"cpu_ram_efficient_loading|transformer_layer_cls_to_wrap|sync_module_states|use_orig_params|limit_all_gathers)"
+)
+"""Entries about data, learning rates, evaluation, checkpoints and logs, and about attention in one kernel."""
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    **{name: word for word, name in peft.OPTIM.items()},
+}
+_NEAR = {"adamw_bnb_8bit": "adamw-8bit", "adamw_8bit": "adamw-8bit", "paged_adamw_8bit": "adamw-8bit"}
+"""Optimizers of bitsandbytes that are priced as torchao's."""
+_OFFLOADED = ("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params")
+_REFUSED = {
+    "deepspeed": ("FSDP or DDP, because ZeRO stands in a file of its own", "read that file: --from ds_config.json"),
+    "load_in_8bit": ("load_in_4bit, or 16 bits: LLM.int8() has no price", "change it in the file"),
+}
+
+
+def _values(text: str) -> Mapping[str, Any]:
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if not isinstance(content, dict):
+        raise ValueError("not a mapping with axolotl's keys")
+    return {
+        f"{name}.{key}" if key else str(name): value
+        for name, part in content.items()
+        for key, value in (part.items() if isinstance(part, dict) else [("", part)])
+        if value is not None and value != ""
+    }
+
+
+def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSettings:
+    for name, (expected, hint) in _REFUSED.items():
+        if found := entries.get(name):
+            raise UserError(field=name, found=str(found), expected=expected, hint=hint)
+    entries.skip_like(_OF_TRAINING)
+    entries.skip(*(name for name, value in entries.values.items() if value is False))
+    sharding = entries.get("fsdp", "dp_shard_size")
+    is_sharded = sharding or any(name.startswith("fsdp_config.") for name in entries.values)
+    keeps = entries.get("fsdp_config.reshard_after_forward", "fsdp_config.fsdp_reshard_after_forward") is False
+    recomputing = "fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"
+    is_recomputed = bool(entries.get("gradient_checkpointing")) or bool(entries.get(*recomputing))
+    levers = _levers_of(entries)
+    optimizer = str(entries.get("optimizer", default="adamw_torch_fused"))
+    word = {**_OPTIMIZERS, **_NEAR}.get(optimizer, "adamw")
+    levers |= {"optimizer": word} if word != "adamw" else {}
+    unlike = [] if optimizer in _OPTIMIZERS else [f"optimizer {optimizer} (priced as {word})"]
+    unlike += [] if entries.get("sample_packing") else ["sample_packing, which is off (priced with full sequences)"]
+    micro_batch, steps = entries.number("micro_batch_size"), entries.number("gradient_accumulation_steps")
+    kinds = [entries.get(*names) for names in (("bf16", "bfloat16"), ("fp16", "float16"))]
+    return FileSettings(
+        settings=Settings(
+            cp=entries.number("context_parallel_size", "sequence_parallel_degree"),
+            tp=entries.number("tensor_parallel_size"),
+            micro_batch=micro_batch,
+            zero=(2 if keeps else 3) if is_sharded and num_devices > 1 else 0,
+            replicas=entries.number("dp_replicate_size"),
+            sp=False,
+            remat=Remat.FULL if is_recomputed else Remat.NONE,
+        ),
+        global_batch=micro_batch * steps * num_devices,
+        seq_len=entries.number_or_none("sequence_len"),
+        precision="bf16" if kinds[0] else "fp16" if kinds[1] else "fp32",
+        levers=levers,
+        unread=(*entries.unread, *unlike),
+    )
+
+
+def _levers_of(entries: Entries) -> dict[str, str]:
+    """Return adapters, their base and offload as texts of levers."""
+    found = {"offload": "parameters"} if entries.get(*_OFFLOADED) else {}
+    adapter = entries.get("adapter")
+    if adapter is None:
+        return found
+    targets = entries.get("lora_target_modules", default=ALL_LINEAR)
+    named = "+".join(map(str, targets)) if isinstance(targets, list) else str(targets)
+    parts = {
+        "r": entries.get("lora_r", default=8),
+        "alpha": entries.get("lora_alpha", default=16),
+        "targets": ALL_LINEAR if entries.get("lora_target_linear") else named,
+        "dropout": entries.get("lora_dropout", default=0),
+    }
+    flags = {"rslora": entries.get("peft_use_rslora"), "use_dora=true": entries.get("peft_use_dora")}
+    texts = [f"{name}={value}" for name, value in parts.items()] + [name for name, is_on in flags.items() if is_on]
+    base = {"base": "nf4"} if entries.get("load_in_4bit") or adapter == "qlora" else {}
+    return found | base | {"train": f"lora:{','.join(texts)}"}
+
+
 ENGINE = replace(
     ACCELERATE,
+    reader=Reader(suffixes=(".yaml", ".yml"), values=_values, read=_read, mark="sequence_len"),
     levers={
         **peft.LEVERS,
         "offload": peft.OFFLOAD,

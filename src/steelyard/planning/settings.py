@@ -5,7 +5,7 @@ from pathlib import Path
 
 from steelyard.cost.job import Job, layer_precision
 from steelyard.cost.kernels import job_under
-from steelyard.engines import ENGINES, check_levers, engine_of
+from steelyard.engines import READERS, check_levers, engine_of
 from steelyard.engines.capabilities import block_layers, unsupported
 from steelyard.engines.engine import Engine, Entries, Settings
 from steelyard.errors import InvalidPlanError, UserError
@@ -69,7 +69,7 @@ def plan_of_file(
         raise _unreadable(path, error, "a file with settings") from None
     runs_it = engine_of(engine) if engine else _reader_of(path, text)
     if runs_it is None or runs_it.reader is None:
-        known = {each.name: each.reader.suffixes for each in ENGINES.values() if each.reader is not None}
+        known = {name: each.reader.suffixes for name, each in READERS.items() if each.reader is not None}
         raise UserError(
             field="--from",
             found=str(path) if runs_it is None else f"a file of {runs_it.name}",
@@ -127,7 +127,7 @@ def _unreadable(path: Path, error: Exception, expected: str) -> UserError:
 
 def _reader_of(path: Path, text: str) -> Engine | None:
     """Return the engine whose files have this ending and bear its mark; those without a mark come last."""
-    found = [each for each in ENGINES.values() if each.reader and path.suffix in each.reader.suffixes]
+    found = [each for each in READERS.values() if each.reader and path.suffix in each.reader.suffixes]
     marked = [each for each in found if each.reader and each.reader.mark and each.reader.mark in text]
     return next(iter((*marked, *found)), None)
 
