@@ -99,10 +99,11 @@ def _content(view: UniformPlan) -> dict[str, Any]:
 
 _OF_TRAINING = (
     r"base_model.*|.*tokenizer.*|tokens|special_tokens.*|chat_template.*|(test_)?datasets|dataset_.*|val_set_size|"
-    r"output_dir|loss_watchdog_.*|.*learning_rate.*|lr_.*|weight_decay|warmup_.*|num_epochs|max_steps|max_grad_norm|adam_.*|seed|"
+    r"output_dir|loss_watchdog_.*|.*learning_rate.*|lr_.*|weight_decay|warmup_.*|num_epochs|max_steps|max_grad_norm|"
     r"(evals?|saves?|logging|wandb|hub|mlflow|comet|swanlab|early|resume|auto_resume|dataloader|shuffle|ddp)_.*|"
-    r"train_on_inputs|group_by_length|strict|debug|local_rank|tf32|pad_to_sequence_len|trust_remote_code|model_type|"
-    r"is_.*_model|gradient_checkpointing_kwargs.*|(flash|sdp|xformers)_attention|attn_implementation|lora_model_dir|"
+    r"adam_.*|seed|train_on_inputs|group_by_length|strict|debug|local_rank|tf32|pad_to_sequence_len|trust_remote_code|"
+    r"model_type|is_.*_model|gradient_checkpointing_kwargs.*|(flash|sdp|xformers)_attention|attn_implementation|"
+    r"lora_model_dir|"
     r"fsdp_version|fsdp_config\.(fsdp_)?(version|auto_wrap_policy|state_dict_type|final_state_dict_type|"
     r"cpu_ram_efficient_loading|transformer_layer_cls_to_wrap|sync_module_states|use_orig_params|limit_all_gathers)"
 )
