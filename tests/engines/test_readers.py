@@ -8,6 +8,7 @@ import pytest
 
 from steelyard.cost.job import layer_precision
 from steelyard.engines import ENGINES, TARGETS, engine_of
+from steelyard.engines.megatron_arguments import SWITCHES
 from steelyard.engines.writing import Request, export_plan
 from steelyard.errors import UserError
 from steelyard.hardware import parse_cluster
@@ -509,3 +510,32 @@ def test_blocks_that_count_an_end_as_one_leave_it_room(tmp_path: Path) -> None:
     path.write_text(SCRIPT.replace("${PP:-2}", "3").replace("$TP", "1") + "--account-for-loss-in-pipeline-split")
     plan, _ = plan_of_file(path, "llama3-8b", "1x3xh100-80gb", global_batch=6)
     assert [len(part.layers) for part in plan.parts] == [12, 11, 11]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SWITCHES, "allgather", "deepep", "balanced"])
+def test_a_switch_of_megatron_is_written_and_read_again(name: str, tmp_path: Path) -> None:
+    has_experts = name in ("ep-overlap", "allgather", "deepep", "balanced")
+    model = "mixtral-8x7b" if has_experts else "llama3-8b"
+    precision: Precision = "fp8" if name == "fp8-parameters" else "bf16"
+    settings = Settings(ep=8, sp=False) if has_experts else Settings(tp=2)
+    request = make_request(model, CLUSTER, global_batch=16, seq_len=4096, memory_margin=0.0)
+    plan, _ = price_settings(request, engine_of(f"megatron+{name}"), precision, settings)
+    written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
+    path = tmp_path / "megatron.sh"
+    path.write_text(dict(export_plan(TARGETS["megatron"], written).files)["megatron.sh"])
+    again, notes = plan_of_file(path, model, CLUSTER)
+    assert (again.engine, again.prediction) == (plan.engine, plan.prediction)
+    assert not any("overlap" in note or "moe" in note for note in notes)
+
+
+def test_a_switch_that_a_plan_leaves_without_effect_is_not_written() -> None:
+    engine = engine_of("megatron+tp-overlap+ep-overlap+fp8-parameters")
+    request = make_request("llama3-8b", CLUSTER, global_batch=16, seq_len=4096, memory_margin=0.0)
+    plan, _ = price_settings(request, engine, "bf16", Settings(pp=2, vpp=2))
+    written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
+    text = dict(export_plan(TARGETS["megatron"], written).files)["megatron.sh"]
+    assert not any(flag in text for name in engine.name.split("+")[1:] for flag in SWITCHES[name].flags)
+    assert Remat.FULL not in engine.capabilities.remats
+    with pytest.raises(UserError, match="1f1b"):
+        price_settings(request, engine, "bf16", Settings(pp=2))

@@ -11,7 +11,7 @@ it requires ZeRO-3 inside.
 
 import ast
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -87,12 +87,7 @@ def _write(request: Request) -> Draft:
             f"--global-batch-size {view.global_batch}",
             f"--seq-length {view.seq_len}",
             *FLAGS[view.precision],
-            *(
-                flag.partition("|")[0]
-                for each in options_in(request.plan.engine)
-                if each in SWITCHES
-                for flag in SWITCHES[each].flags
-            ),
+            *_switches(view, options_in(request.plan.engine)),
         ],
     }
     left_out = [
@@ -109,6 +104,14 @@ def _write(request: Request) -> Draft:
         launch=f"{request.variables}MEGATRON=/path/to/Megatron-LM bash megatron.sh --tokenizer-type "
         "HuggingFaceTokenizer --tokenizer-model NAME --data-path PREFIX --train-iters 1000 --lr 3e-4",
     )
+
+
+def _switches(view: UniformPlan, options: Sequence[str]) -> Iterator[str]:
+    """Yield the flags of options that the degrees and the precision of a plan leave an effect."""
+    idle = {"tp-overlap": view.tp == 1, "ep-overlap": view.ep == 1, "fp8-parameters": "fp8" not in view.precision}
+    for name in options:
+        if name in SWITCHES and not idle.get(name):
+            yield from (flag.partition("|")[0] for flag in SWITCHES[name].flags)
 
 
 def _script(groups: Mapping[str, Flags], view: UniformPlan, request: Request) -> str:

@@ -18,6 +18,7 @@ from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.strategy import Remat
 from steelyard.precision import Precision
+from steelyard.schedules import SCHEDULES
 
 FLAGS: Mapping[Precision, Sequence[str]] = {
     "bf16": ("--bf16",),
@@ -62,6 +63,26 @@ def _keeping(engine: Engine, **states: int) -> Engine:
     return engine.executing(states=replace(engine.execution.states, **states))
 
 
+def _overlapping_tensors(engine: Engine) -> Engine:
+    """Return the engine with half of tp's communication beside compute, which Megatron does only with sp."""
+    means = engine.capabilities
+    means = replace(means, modes={**means.modes, "sp": frozenset({True})})
+    return replace(engine, capabilities=means).executing(hidden_collectives=0.5)
+
+
+def _overlapping_experts(engine: Engine) -> Engine:
+    """Return the engine with half of the exchanges of experts beside compute, which Megatron does only without full
+    remat, and in a pipeline only with chunks (`TransformerConfig.__post_init__`)."""
+    chunked = frozenset(name for name, each in SCHEDULES.items() if each.takes_chunks)
+    means = replace(
+        engine.capabilities,
+        remats=engine.capabilities.remats - {Remat.FULL},
+        remats_first_blocks=False,
+        schedules=engine.capabilities.schedules & chunked,
+    )
+    return replace(engine, capabilities=means).executing(hidden_exchanges=0.5)
+
+
 SWITCHES: Mapping[str, _Switch] = {
     "bf16-gradients": _Switch(
         ("--grad-reduce-in-bf16",),
@@ -73,10 +94,8 @@ SWITCHES: Mapping[str, _Switch] = {
     ),
     "fp8-parameters": _Switch(("--fp8-param-gather",), lambda engine: engine.executing(low_copies=0)),
     "fused-loss": _Switch(("--cross-entropy-loss-fusion",), lambda engine: engine.with_kernels(loss_bytes=(14, 4))),
-    "tp-overlap": _Switch(("--tp-comm-overlap",), lambda engine: engine.executing(hidden_collectives=0.5)),
-    "ep-overlap": _Switch(
-        ("--overlap-moe-expert-parallel-comm",), lambda engine: engine.executing(hidden_exchanges=0.5)
-    ),
+    "tp-overlap": _Switch(("--tp-comm-overlap",), _overlapping_tensors),
+    "ep-overlap": _Switch(("--overlap-moe-expert-parallel-comm",), _overlapping_experts),
     "cuda-graphs": _Switch(
         ("--cuda-graph-impl local|transformer_engine",), lambda engine: engine.executing(eager_launch=False)
     ),
