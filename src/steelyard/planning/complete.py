@@ -84,20 +84,25 @@ ROUNDING_BYTES = 2
 def with_fallbacks(plan: Plan, study: Study, *, num_fallbacks: int) -> Plan:
     """Return the plan with up to ``num_fallbacks`` fallbacks, each a fast plan within a fraction of the plan's memory.
 
-    Fallbacks keep a run from ending and are not the first choice for training, so no search for one goes to the end.
-    If nothing fits into a fraction, the last fallback is the plan of minimum memory.
+    Fallbacks keep a run from ending and are not the first choice for training, so they are plans of one strategy with
+    leading recomputed blocks, and mixes only if none of these fits. If nothing fits into a fraction, the last fallback
+    is the plan of minimum memory.
     """
     if num_fallbacks < 1 or plan.prediction is None:
         return plan
     found: list[Plan] = []
-    most_bytes = study.job.budget_bytes
+    most_bytes, mixes = study.job.budget_bytes, study.job.engine.capabilities.mixes_layers
     for share in MEMORY_SHARES:
         budget = math.floor(share * peak_bytes(plan))
-        result = _quickly_within(study, budget)
-        if result.plan is None and result.miss is not None:
-            least_bytes = device_bytes(result.job, result.miss.needed_bytes) + ROUNDING_BYTES
-            result = _quickly_within(study, least_bytes) if least_bytes <= most_bytes else result
-        less, most_bytes = result.plan, result.job.budget_bytes
+        less = study.simple_plan(within("", budget)) if mixes else None
+        if less is not None:
+            most_bytes = budget
+        else:
+            result = _quickly_within(study, budget)
+            if result.plan is None and result.miss is not None:
+                least_bytes = device_bytes(result.job, result.miss.needed_bytes) + ROUNDING_BYTES
+                result = _quickly_within(study, least_bytes) if least_bytes <= most_bytes else result
+            less, most_bytes = result.plan, result.job.budget_bytes
         if less is None or peak_bytes(less) >= peak_bytes(found[-1] if found else plan):
             break
         found.append(less)

@@ -58,7 +58,7 @@ from steelyard.planning.choose import (
     ranks_all,
 )
 from steelyard.planning.job import job_of
-from steelyard.planning.price import describe, summarise
+from steelyard.planning.price import describe, summarise, with_cost
 from steelyard.planning.problem import (
     GroupSpace,
     is_beaten,
@@ -353,6 +353,16 @@ class Study:
             return f"{error.field} is fixed at {error.found}, which is not {error.expected}"
         self._keep(request, result.job, result.bounded_tables)
         return result
+
+    def simple_plan(self, variant: Variant) -> Plan | None:
+        """Return the fastest plan of a variant of the budget among those of one strategy, each with any number of
+        leading recomputed blocks; None if none fits."""
+        request = variant.change(self.request)
+        job = self._job_of(request)
+        tables = self._tables_of(request, job)
+        found = accept(job, tables, num_alternatives=0, uniform=True, remat_runs=True) if tables else None
+        best = found.ranked[0] if found and found.ranked else None
+        return None if best is None or not best.cost.fits else with_cost(best.plan, job, best.cost)
 
     def of(self, plan: Plan, step_s: float, peak_bytes: int) -> Answer:
         """Return a known plan as an answer to the request itself."""
