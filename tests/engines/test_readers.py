@@ -491,6 +491,7 @@ def test_an_engine_without_a_reader_says_which_have_one(tmp_path: Path) -> None:
     [
         ("--pipeline-model-parallel-layout 'Et*7|(t*8|)*2t*9mL'", (7, 8, 8, 9)),
         ("--pipeline-model-parallel-layout Et\\*7\\|t\\*8\\|t\\*8\\|t\\*9L", (7, 8, 8, 9)),
+        ("--pipeline-model-parallel-layout 'Et*7|t*8|t*8|t*8tm*2L'", (7, 8, 8, 9)),
         ("--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 7", (7, 9, 9, 7)),
         ("--decoder-last-pipeline-num-layers 5", (9, 9, 9, 5)),
         ("--decoder-last-pipeline-num-layers 8 --num-virtual-stages-per-pipeline-rank 2", (4,) * 8),
@@ -527,6 +528,15 @@ def test_a_switch_of_megatron_is_written_and_read_again(name: str, tmp_path: Pat
     again, notes = plan_of_file(path, model, CLUSTER)
     assert (again.engine, again.prediction) == (plan.engine, plan.prediction)
     assert not any("overlap" in note or "moe" in note for note in notes)
+
+
+def test_a_switch_with_another_value_is_not_on_but_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.sh"
+    moments = "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16"
+    path.write_text(SCRIPT.replace("--bf16", f"--bf16 {moments}"))
+    plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
+    assert plan.engine == "megatron"
+    assert "exp_avg_dtype" in notes[0]
 
 
 def test_a_switch_that_a_plan_leaves_without_effect_is_not_written() -> None:

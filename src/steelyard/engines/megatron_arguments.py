@@ -196,12 +196,16 @@ def read_script(entries: Entries, chain: ModelChain, num_devices: int) -> FileSe
 
 
 def _is_on(switch: _Switch, entries: Entries) -> bool:
-    """Return whether a file has all flags of a switch, with one of their values if they have values."""
+    """Return whether a file has all flags of a switch, with one of their values if they have values.
+
+    Otherwise they count as not read.
+    """
     flags = [flag.removeprefix("--").replace("-", "_").partition(" ") for flag in switch.flags]
-    if not all(name in entries.values for name, _, _ in flags):
-        return False
-    found = [entries.get(name) for name, _, _ in flags]
-    return all(each in value.split("|") or not value for each, (_, _, value) in zip(found, flags, strict=True))
+    values = entries.values
+    is_on = all(name in values and (not few or values[name] in few.split("|")) for name, _, few in flags)
+    for name, _, _ in flags if is_on else ():
+        entries.get(name)
+    return is_on
 
 
 def _uneven(entries: Entries, chain: ModelChain, pp: int, vpp: int) -> tuple[int, ...]:
@@ -316,7 +320,7 @@ def arguments(text: str) -> Mapping[str, Any]:
             continue
         given = option[2] if option[1] else option[4]
         name = (option[1] or option[3]).rpartition(".")[2].replace("-", "_")
-        is_alone = given is None and re.match(r"-|\w+\+?=", after) is not None
+        is_alone = given is None and re.match(r"-|[\w.]+\+?=", after) is not None
         value = given if given is not None else True if is_alone else after
         found[name] = {"true": True, "false": False, "null": None, "none": None}.get(str(value).lower(), value)
     return {name: value for name, value in found.items() if value is not None and value is not False}
@@ -335,7 +339,7 @@ def _calculated(match: re.Match[str]) -> str:
 
 def _parts_of_layout(layout_text: str) -> tuple[int, ...]:
     """Return the number of blocks of each part in ``--pipeline-model-parallel-layout``; empty if it is not given."""
-    spelt = layout_text.replace("\\", "").replace("m", "")  # further prediction heads lie with the loss
+    spelt = layout_text.replace("\\", "")
     spelt = re.sub(r"\(([^)]*)\)\*(\d{1,3})", lambda part: part[1] * int(part[2]), spelt)
     spelt = re.sub(r"([Etm|L])\*(\d{1,3})", lambda part: part[1] * int(part[2]), spelt)
     return tuple(part.count("t") for part in spelt.split("|")) if spelt else ()

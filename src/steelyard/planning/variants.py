@@ -360,9 +360,19 @@ class Study:
         request = variant.change(self.request)
         job = self._job_of(request)
         tables = self._tables_of(request, job)
-        found = accept(job, tables, num_alternatives=0, uniform=True, remat_runs=True) if tables else None
-        best = found.ranked[0] if found and found.ranked else None
-        return None if best is None or not best.cost.fits else with_cost(best.plan, job, best.cost)
+        if not tables:
+            return None
+        found = accept(
+            job,
+            tables,
+            num_exact=len(tables) if ranks_all(job) else 1,
+            num_alternatives=0,
+            time_limit_s=request.time_limit_s,
+            uniform=True,
+            remat_runs=True,
+        )
+        best = next((each for each in found.ranked if each.cost.fits), None)
+        return None if best is None else with_cost(best.plan, job, best.cost)
 
     def of(self, plan: Plan, step_s: float, peak_bytes: int) -> Answer:
         """Return a known plan as an answer to the request itself."""

@@ -246,7 +246,8 @@ def left_out(job: Job, decisions: Decisions) -> tuple[str, ...]:
     blocks = [layer for layer in job.chain.layer_types if layer.role is LayerRole.BLOCK]
     found: dict[str, Strategy] = {}
     sizes = sorted({config.devices_per_stage for config in configs})
-    for size in sizes[: bisect_right(sizes, 2 * job.cluster.devices_per_node) + 1]:  # larger ones add no reason
+    # reasons are about groups in a node and over several: larger stages repeat them
+    for size in sizes[: bisect_right(sizes, 4 * job.cluster.devices_per_node) + 1]:
         for strategy in enumerate_strategies(size, whole):
             reason = space_refusal(strategy, limits)
             if reason and reason not in found and any(illegal_reason(each, strategy, batch) is None for each in blocks):
