@@ -382,9 +382,12 @@ def with_compiled_loss(kernels: Kernels, version: str) -> Kernels:
 
 def compiles_all(run: PublishedRun) -> bool:
     """Whether inductor compiles blocks and loss of a run of torchtitan."""
+    return _has_inductor(run) and not _LOSS_NOT_COMPILED.search(run.text("framework").lower())
+
+
+def _has_inductor(run: PublishedRun) -> bool:
     name = run.text("framework").lower()
-    has_inductor = "inductor" in name or not any(each in name for each in _UNFUSED)
-    return run.text("compile") == "True" and has_inductor and not _LOSS_NOT_COMPILED.search(name)
+    return run.text("compile") == "True" and ("inductor" in name or not any(each in name for each in _UNFUSED))
 
 
 def _torchtitan_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
@@ -396,7 +399,7 @@ def _torchtitan_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     """
     name, detail = run.text("framework").lower(), run.text("act_ckpt_detail").lower()
     month = re.search(r"20\d\d-\d\d", name)
-    is_fused = run.text("compile") == "True" and ("inductor" in name or not any(each in name for each in _UNFUSED))
+    is_fused = _has_inductor(run)
     if not has_loss_in_pieces(run):
         kernels = replace(kernels, loss_pieces=1)
     if is_fused:

@@ -18,7 +18,7 @@ import yaml
 from steelyard.engines import peft
 from steelyard.engines.accelerate import ACCELERATE, kept_gathered
 from steelyard.engines.capabilities import dimensions_of
-from steelyard.engines.engine import Entries, FileSettings, Reader, Settings
+from steelyard.engines.engine import Entries, FileSettings, Reader, Settings, flattened
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan
 from steelyard.errors import UserError
 from steelyard.levers import Levers
@@ -128,12 +128,7 @@ def _values(text: str) -> Mapping[str, Any]:
         raise ValueError(" ".join(str(error).split())) from None
     if not isinstance(content, dict):
         raise ValueError("not a mapping with axolotl's keys")
-    return {
-        f"{name}.{key}" if key else str(name): value
-        for name, part in content.items()
-        for key, value in (part.items() if isinstance(part, dict) else [("", part)])
-        if value is not None and value != ""
-    }
+    return {name: value for name, value in flattened(content).items() if value is not None and value != ""}
 
 
 def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSettings:

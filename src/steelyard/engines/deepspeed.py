@@ -20,7 +20,7 @@ from typing import Any
 
 from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
-from steelyard.engines.engine import Engine, Entries, FileSettings, Reader, Settings
+from steelyard.engines.engine import Engine, Entries, FileSettings, Reader, Settings, flattened
 from steelyard.engines.execution import Execution
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_as_transformers
 from steelyard.errors import UserError
@@ -137,11 +137,7 @@ def _values(text: str) -> Mapping[str, Any]:
     content = parse_json(text)
     if not isinstance(content, dict):
         raise ValueError("not an object with DeepSpeed's keys")
-    return {
-        f"{name}.{key}" if key else name: value
-        for name, part in content.items()
-        for key, value in (part.items() if isinstance(part, dict) else [("", part)])
-    }
+    return flattened(content)
 
 
 def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSettings:

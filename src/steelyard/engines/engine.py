@@ -90,6 +90,15 @@ def literal(node: ast.expr) -> Any:
         return ast.unparse(node)
 
 
+def flattened(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping with the entries of its inner mappings by ``name.key``."""
+    return {
+        f"{name}.{key}" if key else str(name): value
+        for name, part in content.items()
+        for key, value in (part.items() if isinstance(part, dict) else [("", part)])
+    }
+
+
 class Entries:
     """Named values of a file that record which of them were read."""
 

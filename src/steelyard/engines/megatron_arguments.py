@@ -32,14 +32,10 @@ FLAGS: Mapping[Precision, Sequence[str]] = {
 """Flags of each precision. By default Megatron keeps and reduces gradients in fp16 under fp16, and starts with a loss
 scale of 2^32."""
 _OF_RECIPE = {flags[-1].partition("-recipe ")[2]: precision for precision, flags in FLAGS.items() if flags}
-
-
 RECOMPUTED: tuple[Module, ...] = ("layernorm", "moe_act", "mla_up_proj")
 """Modules of selective remat that take little time. Recomputing attention's core saves nothing with a flash kernel."""
 BALANCED = "balanced"
 """Option that makes routers distribute tokens evenly, for benchmarks."""
-
-
 IN_BF16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=1)
 """States with gradients in 16 bits."""
 OPTIONS: Mapping[str, Callable[[Engine], Engine]] = {
@@ -303,10 +299,10 @@ def arguments(text: str) -> Mapping[str, Any]:
         return _CALCULATED.sub(_calculated, known)
 
     for variable, assigned in _ASSIGNED.findall(spelt):
-        text_of = filled(assigned.strip("\"'"))
-        text_of = "" if text_of.startswith("-") else text_of  # options, which are read where they stand
-        is_alone = set_to.get(variable, text_of) == text_of  # what depends on a condition stays open
-        set_to[variable] = text_of if is_alone else None
+        meant = filled(assigned.strip("\"'"))
+        meant = "" if meant.startswith("-") else meant  # options, which are read where they stand
+        is_same = set_to.get(variable, meant) == meant
+        set_to[variable] = meant if is_same else None  # what depends on a condition stays open
     words = re.sub(r"\\\n|[\"']|(?<==)\(", " ", filled(spelt)).split()
     words = [word.strip("()") if word.count("(") != word.count(")") else word for word in words]
     lists = [place for place, word in enumerate(words) if word in _LISTS]

@@ -20,7 +20,17 @@ from typing import Any
 from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, Known, completed, refuse_entries
-from steelyard.engines.engine import Engine, Entries, FileSettings, Reader, Settings, Taken, literal, options_in
+from steelyard.engines.engine import (
+    Engine,
+    Entries,
+    FileSettings,
+    Reader,
+    Settings,
+    Taken,
+    flattened,
+    literal,
+    options_in,
+)
 from steelyard.engines.execution import EAGER, Execution
 from steelyard.engines.pytorch import other_export
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
@@ -210,9 +220,10 @@ def _write(request: Request) -> Draft:
             hint="plan with --float8 rowwise",
         )
     options = options_in(request.plan.engine)
-    is_whole, is_compiled = WHOLE_LOSS in options, bool({COMPILED, ASYNC_TP} & {*options}) or not float8.is_default
-    compiling = {"enable": True} | ({_ASYNC_TP_ENTRY: True} if ASYNC_TP in options else {})
-    compiling = compiling if is_compiled else {}
+    is_whole, is_async = WHOLE_LOSS in options, ASYNC_TP in options
+    is_compiled = COMPILED in options or is_async or not float8.is_default
+    compiling = {"enable": True} if is_compiled else {}
+    compiling |= {_ASYNC_TP_ENTRY: True} if is_async else {}
     left_out = {
         "initial weights, data and optimizer: set by torchtitan's own configuration"
         + (f" of {flavor.like}" if flavor.like else ""): True,
@@ -543,12 +554,7 @@ def _toml_values(text: str) -> dict[str, Any]:
     sections = tomllib.loads(text)
     if {"training", "parallelism", "activation_checkpoint"}.isdisjoint(sections):
         raise ValueError("none of the sections training, parallelism and activation_checkpoint")
-    return {_TOML: True} | {
-        f"{name}.{key}": value
-        for name, part in sections.items()
-        if isinstance(part, dict)
-        for key, value in part.items()
-    }
+    return {_TOML: True} | flattened(sections)
 
 
 def _function_values(text: str) -> dict[str, Any]:

@@ -87,11 +87,8 @@ def plan_of_file(
         raise
     except (ValueError, SyntaxError) as error:
         raise _unreadable(path, error, f"a file that {runs_it.name} reads") from None
-    lacking = [each for each in found.options if each not in runs_it.options]
-    alone = runs_it
-    runs_it = runs_it.with_options(
-        [each for each in found.options if each not in lacking and runs_it.options[each](alone) != alone]
-    )
+    plain, offered = runs_it, [each for each in found.options if each in runs_it.options]
+    runs_it = plain.with_options([each for each in offered if plain.options[each](plain) != plain])
     check_precision(runs_it, found.precision)
     precision = next(each for each in runs_it.precisions if each == found.precision)
     request = make_request(
@@ -105,7 +102,7 @@ def plan_of_file(
         levers=found.levers,
         engine=runs_it.name if found.levers else None,
     )
-    unread = (*found.unread, *lacking)
+    unread = (*found.unread, *(each for each in found.options if each not in offered))
     notes = [f"Not read of {path.name}: {', '.join(unread)}."] if unread else []
     settings = found.settings
     if settings.zero == 0 and runs_it.execution.keeps_own_buffers:
