@@ -11,6 +11,7 @@ from steelyard.errors import InvalidPlanError
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
+from steelyard.planning import complete
 from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import with_fallbacks, with_next_best
 from steelyard.planning.price import peak_bytes
@@ -128,3 +129,18 @@ def test_a_next_best_plan_that_contradicts_the_model_is_an_error(job: Job) -> No
     content["next_best"][0]["num_microbatches"] = 7
     with pytest.raises(InvalidPlanError, match="a divisor of the global batch"):
         Plan.model_validate(content)
+
+
+def test_a_faster_fallback_becomes_the_plan(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the simulator ranks plans of one strategy differently from the search."""
+    slow = plan_job(job, Decisions(num_stages=1, pins=("tp=4",))).plan
+    assert slow is not None
+    monkeypatch.setattr(complete, "job_of", lambda _: job)
+    monkeypatch.setattr(complete, "simplest", lambda *_: slow)
+    chosen = complete.complete(request_of(job, OPTIONS, num_next_best=0, num_fallbacks=3)).plan
+    assert chosen is not None
+    assert chosen.prediction is not None
+    fallbacks = [chosen.fallback_plan(index) for index in range(len(chosen.fallbacks))]
+    baselines_s = [each.step_time_s for each in chosen.prediction.baselines if each.step_time_s is not None]
+    assert chosen.step_s < slow.step_s
+    assert all(each >= chosen.step_s for each in [*baselines_s, *(one.step_s for one in fallbacks)])

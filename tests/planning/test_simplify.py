@@ -11,7 +11,7 @@ from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Prediction, simplicity_line
-from steelyard.planning.complete import complete, find_plan
+from steelyard.planning.complete import complete
 from steelyard.planning.job import job_of
 from steelyard.planning.price import peak_bytes
 from steelyard.planning.request import SIMPLIFY, PlanRequest, make_request
@@ -157,6 +157,8 @@ def test_no_other_share_is_asked_for_over_several_pools() -> None:
 @pytest.mark.slow
 def test_a_simpler_plan_that_is_faster_in_simulation_leaves_no_gap() -> None:
     asked: dict[str, Any] = {"global_batch": 8, "seq_len": 256, "memory": "12GiB", "levers": {"optimizer": "adafactor"}}
-    plan = find_plan("llama3.2-1b", "1x8xa100-40gb", **asked)
+    found = make_request("llama3.2-1b", "1x8xa100-40gb", **asked)
+    plan = complete(replace(found, num_fallbacks=0, num_next_best=0)).plan
+    assert plan is not None
     assert plan.prediction is not None
     assert (plan.prediction.certificate.status, plan.prediction.certificate.gap) == ("simplified", 0)

@@ -2,9 +2,9 @@
 
 `find_plan` and the command line both answer a request by `complete` and so return the same plan. A plan carries
 fallbacks of less memory, with which a run continues if memory runs out, and the next best plans, to be measured
-alongside it. If a baseline is faster, because a time limit ended the search of the whole space or the simulator ranks
-plans differently from the search, the plan becomes that baseline. Finally, it becomes the simplest of the plans that
-are only slightly slower (`steelyard.planning.simple`).
+alongside it. If a baseline or a fallback is faster, because a time limit ended the search of the whole space or the
+simulator ranks plans differently from the search, it becomes the plan. Of the other plans, the simplest of those that
+are only slightly slower becomes it (`steelyard.planning.simple`).
 """
 
 import json
@@ -42,7 +42,7 @@ from steelyard.planning.job import job_of, time_factors
 from steelyard.planning.price import peak_bytes, prediction_of, refuse_host, with_cost
 from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import SIMPLIFY, GivenProfiles, PlanRequest, make_request, with_levers
-from steelyard.planning.simple import simplest, with_reasons, with_usual_stages
+from steelyard.planning.simple import mixture, simplest, with_reasons, with_usual_stages
 from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
 from steelyard.planning.variants import (
     Answer,
@@ -391,11 +391,16 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
     if request.simplify_share and not is_uniform(job, request.decisions):
         progress("searching simpler plans")
         plan = simplest(plan, result, [each.plan for each in others if each.plan is not None], request)
-    plan = _with_baselines(plan, [each.beside(plan.step_s) for each in others])
-    plan = with_reasons(_with_prediction(plan, not_searched=left_out(job, request.decisions)), job)
     if request.num_fallbacks:
         progress("searching plans of less memory")
         plan = with_fallbacks(plan, study, num_fallbacks=request.num_fallbacks)
+        less = min(map(plan.fallback_plan, range(len(plan.fallbacks))), key=lambda each: each.step_s, default=plan)
+        if plan.step_s > less.step_s * (1 + (request.simplify_share if mixture(less) > mixture(plan) else 0.0)):
+            faster = study.of(less, less.step_s, peak_bytes(less))
+            plan = _at_least_as_fast(replace(result, plan=plan), faster)
+            _, *others = study.reconciled([faster, *others])
+    plan = _with_baselines(plan, [each.beside(plan.step_s) for each in others])
+    plan = with_reasons(_with_prediction(plan, not_searched=left_out(job, request.decisions)), job)
     return replace(result, plan=plan)
 
 
@@ -445,7 +450,8 @@ def _at_least_as_fast(result: PlanningResult, best: Answer) -> Plan:
         alternatives=plan.prediction.alternatives,
         found=[(plan, plan.step_s), *((each, cost.step_time_s) for each, cost in result.others)],
     )
-    prediction = prediction.model_copy(update={"fastest": plan.prediction.fastest})
+    if (fastest := plan.prediction.fastest) is not None and fastest.step_time_s < best.step_s:
+        prediction = prediction.model_copy(update={"fastest": fastest})
     kept = {"asked": plan.asked, "next_best": plan.next_best, "prediction": prediction}
     return best.plan.model_copy(update=kept)
 

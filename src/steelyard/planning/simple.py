@@ -131,14 +131,14 @@ def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request:
         allowed += [each.plan for each in found.ranked if each.step_s <= most_s]
         if allowed:
             break
-    fewest = min(map(_mixture, [plan, *allowed]))
-    costs = [(predict(each, job), each) for each in [plan, *allowed] if _mixture(each) == fewest]
+    fewest = min(map(mixture, [plan, *allowed]))
+    costs = [(predict(each, job), each) for each in [plan, *allowed] if mixture(each) == fewest]
     tied_s = min(cost.step_time_s for cost, _ in costs) * (1 + TIE)
     tied = [pair for pair in costs if pair[0].step_time_s <= tied_s]
     cost, simple = min(tied, key=lambda pair: max(stage.total_bytes for stage in pair[0].stages))
     if not (job.is_mixed or job.effects.uses_host or request.decisions.pins):  # which `_merged` does not heed
         cost, simple = _merged(cost, simple, job, most_s)
-    if _mixture(simple) >= _mixture(plan):
+    if mixture(simple) >= mixture(plan):
         return plan
     chosen = _in_place_of(plan, simple, cost, result, proven_s=proven_s, lower_bound_s=plan.prediction.lower_bound_s)
     kept = (plan.as_fallback(), *plan.next_best)[: request.num_next_best]
@@ -166,7 +166,7 @@ def _merged(cost: PlanCost, plan: Plan, job: Job, most_s: float) -> tuple[PlanCo
     """
     for layers in sorted(_unusual(plan).values(), key=len):
         other = _with_usual(plan, job, layers)
-        if other is None or _mixture(other) >= _mixture(plan):
+        if other is None or mixture(other) >= mixture(plan):
             continue
         found = predict(other, job)
         if found.step_time_s <= most_s and max(stage.total_bytes for stage in found.stages) <= job.budget_bytes:
@@ -174,7 +174,7 @@ def _merged(cost: PlanCost, plan: Plan, job: Job, most_s: float) -> tuple[PlanCo
     return cost, plan
 
 
-def _mixture(plan: Plan) -> tuple[int, int, int]:
+def mixture(plan: Plan) -> tuple[int, int, int]:
     """Count the groups of layers, the shardings and the parts of the pipeline of a plan, a measure of its distance from
     one strategy for all layers."""
     return plan.num_groups, len({strategy.without_remat() for strategy in plan.strategies}), len(plan.parts)
@@ -227,6 +227,11 @@ def with_reasons(plan: Plan, job: Job) -> Plan:
         cost = _cost(_with_usual(plan, job, layers), job, step_s, held)
         reasons.append(f"{_names(job, layers)}: {own}; {other} {cost}")
     return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"reasons": tuple(reasons)})})
+
+
+def has_one_strategy(plan: Plan) -> bool:
+    """Return whether all blocks of a plan have one strategy and its ends the nearest legal one."""
+    return not _unusual(plan)
 
 
 def _usual(plan: Plan) -> Strategy:

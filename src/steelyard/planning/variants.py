@@ -69,7 +69,7 @@ from steelyard.planning.problem import (
     with_remats,
 )
 from steelyard.planning.request import Budget, PlanRequest
-from steelyard.planning.simple import DEPTH_GAIN, usual_stages
+from steelyard.planning.simple import DEPTH_GAIN, has_one_strategy, usual_stages
 from steelyard.schedules import SCHEDULES
 from steelyard.search import OnDemand, refusal
 from steelyard.search.balance import even_boundaries
@@ -446,7 +446,7 @@ class Study:
             return False
         decisions = mine.decisions
         has_other_pins = not {*decisions.pins} <= {*theirs.decisions.pins}
-        if has_other_pins or (decisions.uniform and not theirs.decisions.uniform):
+        if has_other_pins or (decisions.uniform and not (theirs.decisions.uniform or has_one_strategy(plan))):
             return False
         is_scheduled = plan.num_stages == 1 or plan.schedule in decisions.allowed_schedules
         options, remats = space_options(self.job, decisions), Remat if decisions.remats is None else decisions.remats
