@@ -51,7 +51,7 @@ def test_every_cell_runs_in_order() -> None:
         ),
         (trade_offs(), "Least step time within a memory budget"),
         (Found(advice(), (advice("--loss chunked"),), (HOSTILE,), ()), "--loss chunked"),
-        (Found(advice(), (), (), ("--compile blocks",)), "not tried: --compile blocks (no time was left)"),
+        (Found(advice(), (), (), ("--compile blocks",)), "no time was left: --compile blocks"),
         (advice("--loss chunked"), "2.00 s"),
     ],
     ids=["plan", "plan without prediction", "trade-offs", "found", "untried", "advice"],

@@ -53,7 +53,8 @@ def test_what_practitioners_do_comes_first(
     assert own.missing_bytes > 10 * GIB
     assert {each.options for each in found[:2]} == set(first)
     assert all(each.fits for each in found[:2])
-    assert [each.order for each in found] == sorted(each.order for each in found)
+    keys = [(not each.fits, each.fits and each.options.count("--") > 1, each.order) for each in found]
+    assert keys == sorted(keys)
 
 
 @pytest.mark.slow
@@ -104,12 +105,34 @@ def test_hints_name_what_fits_alone() -> None:
     assert list(hints(_request("llama2-7b", "1x1xrtx-4090+1x1xa100-40gb"))) == []
 
 
-def test_one_change_comes_before_two_and_what_fits_before_what_does_not() -> None:
+def test_what_saves_time_comes_first_then_the_cheapest_memory_then_what_does_not_fit() -> None:
     kind = {"result": "exact", "least_bytes": GIB, "missing_bytes": 0}
-    one = Advice(options="--a x", saved_bytes=GIB, step_s=2.0, slowdown=1.0, **kind)
-    two = Advice(options="--a x --b y", saved_bytes=2 * GIB, step_s=1.0, slowdown=0.0, **kind)
-    none = replace(one, options="--b y", step_s=float("inf"), missing_bytes=5)
-    assert one.order < two.order < none.order
+    cheap = Advice(options="--a x", saved_bytes=2 * GIB, step_s=2.0, slowdown=1.0, **kind)
+    dear = replace(cheap, saved_bytes=GIB)
+    faster = replace(dear, saved_bytes=0, step_s=0.9, slowdown=-0.1)
+    none = replace(cheap, step_s=float("inf"), missing_bytes=5)
+    assert faster.order < cheap.order < dear.order < none.order
+
+
+def test_options_of_an_engine_are_advised_alone_and_in_pairs() -> None:
+    asked = _request("llama3-8b", "1x8xh100-80gb", seq_len=4096, global_batch=64, engine="megatron+bf16-moments")
+    own, found, left_out, _ = advise(asked, asked=False)
+    options = [each.options for each in found]
+    gradients, overlap = (f"--engine megatron+bf16-moments+{name}" for name in ("bf16-gradients", "tp-overlap"))
+    assert {gradients, overlap} <= {*options}
+    assert options.index(gradients) < options.index(f"{gradients}+tp-overlap")
+    assert all(each.gains_on(own) for each in found)
+    assert not any("balanced" in each or each.endswith("+bf16-moments") for each in (*options, *left_out))
+    (no_gain,) = (each for each in left_out if each.startswith("no gain"))
+    assert "+deepep" in no_gain
+    refused = [each for each in left_out if each.startswith("not possible with the engine megatron+bf16-moments: ")]
+    assert "--train lora" in refused[0]
+    assert "--optimizer adamw-8bit" in refused[0]
+    chosen = next(each for each in found if each.options == overlap)
+    request = replace(asked, engine=asked.engine.with_options(["tp-overlap"]), simplify=0.0)
+    plan = plan_request(request, job_of(request)).plan
+    assert plan is not None
+    assert chosen.step_s == pytest.approx(plan.step_s, rel=0.01)
 
 
 @pytest.mark.slow

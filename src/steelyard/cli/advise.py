@@ -102,9 +102,12 @@ def advise(
         return
     console().print(advice_table((own, *found)))
     for each in left_out:
-        console().print(f"not tried: {each}")
+        console().print(each)
     if untried:
-        console().print(f"No time was left for {', '.join(untried)}. Run it again: traces of the model are kept.")
+        again = " Run it again: traces of the model are kept." * any(
+            not each.startswith("--engine") for each in untried
+        )
+        console().print(f"No time was left for {', '.join(untried)}.{again}")
     if found and found[0].fits:
         print(f"Take the first: {plan_with(found[0].options)}")
 

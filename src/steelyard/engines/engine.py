@@ -16,6 +16,7 @@ from steelyard.engines.execution import OURS, Execution
 from steelyard.engines.writing import Target
 from steelyard.errors import UserError, nearest
 from steelyard.levers import Lever, Levers
+from steelyard.levers.lever import Result
 from steelyard.model.chain import ModelChain
 from steelyard.plan.strategy import Remat
 from steelyard.precision import Precision
@@ -162,6 +163,17 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """An option of an engine that users set in addition to a plan."""
+
+    change: "Callable[[Engine], Engine]"
+    """Function that returns the engine with the option."""
+    result: Result | None = None
+    """Effect on the training result; None if `advise` does not propose the option: a usual default, or for benchmarks
+    only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """Software that runs plans."""
 
@@ -177,10 +189,8 @@ class Engine:
     """Ways to write a plan for it."""
     reader: Reader | None = None
     """Reader of its settings files; None if they are not supported."""
-    options: "Mapping[str, Callable[[Engine], Engine]]" = field(default_factory=dict)
-    """Options that users set in addition to a plan, by name, with functions that return the engine with them. They are
-    part of the engine's name, ``megatron+deepep``, and therefore recorded in the plan."""
-
+    options: Mapping[str, Option] = field(default_factory=dict)
+    """Options by name. They are part of the engine's name, ``megatron+deepep``, and therefore recorded in the plan."""
     levers: Mapping[str, Taken] = field(default_factory=dict)
     """Supported levers by name; an engine that ``mixes_layers`` runs all others as our runtime does."""
 
@@ -222,7 +232,7 @@ class Engine:
                     + (", or with + and any of: +" + ", +".join(self.options)) * bool(self.options),
                     hint=nearest(name, self.options) if self.options else "leave the option out",
                 )
-            found = self.options[name](found)
+            found = self.options[name].change(found)
         return replace(found, name="+".join([self.name, *chosen]))
 
     def executing(self, **changes: Any) -> "Engine":

@@ -243,7 +243,7 @@ MEGATRON = Engine(
         low_copies=2,  # Transformer Engine, module/base.py, get_weight_workspace
     ),
     precisions=tuple(FLAGS),
-    options={**OPTIONS, **{name: switch.change for name, switch in SWITCHES.items()}},
+    options={**OPTIONS, **SWITCHES},
     refuse=_refuse,
     reader=_READER,
     targets=(

@@ -6,12 +6,12 @@ not read is named in a note of ``explain --from``.
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from steelyard.engines.capabilities import block_layers
-from steelyard.engines.engine import Engine, Entries, FileSettings, Settings
+from steelyard.engines.engine import Engine, Entries, FileSettings, Option, Settings
 from steelyard.engines.execution import Module, StateBytes
 from steelyard.engines.megatron_models import model_flags
 from steelyard.errors import UserError
@@ -38,20 +38,21 @@ BALANCED = "balanced"
 """Option that makes routers distribute tokens evenly, for benchmarks."""
 IN_BF16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=1)
 """States with gradients in 16 bits."""
-OPTIONS: Mapping[str, Callable[[Engine], Engine]] = {
-    "alltoall": lambda engine: engine.executing(dispatcher="all-to-all"),
-    "allgather": lambda engine: engine.executing(dispatcher="all-gather"),
-    "deepep": lambda engine: engine.executing(dispatcher="deep"),
-    BALANCED: lambda engine: engine.executing(balances_experts=True),
+OPTIONS: Mapping[str, Option] = {
+    "alltoall": Option(change=lambda engine: engine.executing(dispatcher="all-to-all")),
+    "allgather": Option(change=lambda engine: engine.executing(dispatcher="all-gather")),
+    "deepep": Option(change=lambda engine: engine.executing(dispatcher="deep"), result="exact"),
+    BALANCED: Option(change=lambda engine: engine.executing(balances_experts=True)),
 }
 """Options of everything that has Megatron-Core's experts."""
 
 
-class _Switch(NamedTuple):
-    """Further arguments that change a price: flags, whose value may be any of several, and their effect."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Switch(Option):
+    """Further arguments that change a price."""
 
     flags: tuple[str, ...]
-    change: Callable[[Engine], Engine]
+    """Flags, whose value may be any of several."""
 
 
 def _keeping(engine: Engine, **states: int) -> Engine:
@@ -81,19 +82,29 @@ def _overlapping_experts(engine: Engine) -> Engine:
 
 SWITCHES: Mapping[str, _Switch] = {
     "bf16-gradients": _Switch(
-        ("--grad-reduce-in-bf16",),
-        lambda engine: _keeping(engine, gradients=2).executing(reduce_bytes=2, accumulation_bytes=2),
+        flags=("--grad-reduce-in-bf16",),
+        change=lambda engine: _keeping(engine, gradients=2).executing(reduce_bytes=2, accumulation_bytes=2),
+        result="rounding",
     ),
     "bf16-moments": _Switch(
-        ("--use-precision-aware-optimizer", "--exp-avg-dtype bf16", "--exp-avg-sq-dtype bf16"),
-        lambda engine: _keeping(engine, optimizer=8),
+        flags=("--use-precision-aware-optimizer", "--exp-avg-dtype bf16", "--exp-avg-sq-dtype bf16"),
+        change=lambda engine: _keeping(engine, optimizer=8),
+        result="rounding",
     ),
-    "fp8-parameters": _Switch(("--fp8-param-gather",), lambda engine: engine.executing(low_copies=0)),
-    "fused-loss": _Switch(("--cross-entropy-loss-fusion",), lambda engine: engine.with_kernels(loss_bytes=(14, 4))),
-    "tp-overlap": _Switch(("--tp-comm-overlap",), _overlapping_tensors),
-    "ep-overlap": _Switch(("--overlap-moe-expert-parallel-comm",), _overlapping_experts),
+    "fp8-parameters": _Switch(
+        flags=("--fp8-param-gather",), change=lambda engine: engine.executing(low_copies=0), result="rounding"
+    ),
+    "fused-loss": _Switch(
+        flags=("--cross-entropy-loss-fusion",),
+        change=lambda engine: engine.with_kernels(loss_bytes=(14, 4)),
+        result="rounding",
+    ),
+    "tp-overlap": _Switch(flags=("--tp-comm-overlap",), change=_overlapping_tensors, result="exact"),
+    "ep-overlap": _Switch(flags=("--overlap-moe-expert-parallel-comm",), change=_overlapping_experts, result="exact"),
     "cuda-graphs": _Switch(
-        ("--cuda-graph-impl local|transformer_engine",), lambda engine: engine.executing(eager_launch=False)
+        flags=("--cuda-graph-impl local|transformer_engine",),
+        change=lambda engine: engine.executing(eager_launch=False),
+        result="exact",
     ),
 }
 """Options of Megatron-LM's script: gradients kept and reduced in bf16, moments in bf16, parameters kept and gathered in

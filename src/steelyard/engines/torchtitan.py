@@ -24,6 +24,7 @@ from steelyard.engines.engine import (
     Engine,
     Entries,
     FileSettings,
+    Option,
     Reader,
     Settings,
     Taken,
@@ -607,9 +608,9 @@ TORCHTITAN = Engine(
     execution=Execution(buffers_every_microbatch=True, splits_whole=True, kernels=replace(_KERNELS, loss_pieces=8)),
     precisions=("bf16", "fp32"),
     options={
-        WHOLE_LOSS: lambda engine: engine.with_kernels(loss_pieces=1),
-        COMPILED: _compiling,
-        ASYNC_TP: lambda engine: _compiling(engine).executing(hidden_collectives=0.5),
+        WHOLE_LOSS: Option(change=lambda engine: engine.with_kernels(loss_pieces=1)),
+        COMPILED: Option(change=_compiling, result="rounding"),
+        ASYNC_TP: Option(change=lambda engine: _compiling(engine).executing(hidden_collectives=0.5), result="rounding"),
     },
     refuse=_refuse,
     levers={

@@ -265,6 +265,8 @@ class Exploration(FilePart):
 
 RESULTS: tuple[Result, ...] = ("exact", "rounding", "other updates", "fewer trained parameters")
 """Effects of a change on training, smallest first."""
+LEAST_GAIN = 1e-3
+"""Smallest fraction of memory or time that counts as a gain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +284,7 @@ class Advice:
     step_s: float
     """Step time of the fastest plan that fits, in seconds; infinite if none fits."""
     slowdown: float
-    """Step time relative to that of the request without a memory limit, minus one."""
+    """Step time relative to that of the request, without a memory limit if it does not fit, minus one."""
     missing_bytes: int
     """Bytes that a device lacks; 0 if a plan fits."""
 
@@ -291,14 +293,19 @@ class Advice:
         """Whether some plan fits."""
         return self.step_s < math.inf
 
+    def gains_on(self, own: "Advice") -> bool:
+        """Return whether this change saves memory or time compared with the request itself."""
+        return self.saved_bytes > LEAST_GAIN * (own.least_bytes or 0) or self.step_s < (1 - LEAST_GAIN) * own.step_s
+
     @property
     def order(self) -> tuple[float, ...]:
-        """Sort key, best first: changes that fit by their cost per GiB saved, others by the missing bytes."""
+        """Sort key, best first: changes that save time by their step time, others that fit by their cost per GiB saved,
+        the rest by the missing bytes."""
         if not self.fits:
-            return (1, self.missing_bytes)
-        saved = max(self.saved_bytes, 1) / GIB
-        cost = self.slowdown / saved if self.slowdown > 0 else self.slowdown * saved
-        return (0, self.options.count("--"), cost, RESULTS.index(self.result))
+            return (2, self.missing_bytes)
+        if self.slowdown <= 0:
+            return (0, self.slowdown, RESULTS.index(self.result))
+        return (1, self.slowdown * GIB / max(self.saved_bytes, 1), RESULTS.index(self.result))
 
     _repr_html_ = notebook_html
 

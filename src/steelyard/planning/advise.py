@@ -1,9 +1,9 @@
-"""Advice for when nothing fits, or more should: each lever alone and in pairs, with its saving and its cost.
+"""Advice for when nothing fits, or more should: each lever and each option of the engine alone, and the best in pairs.
 
 Each change comes with the fewest bytes per device in which there is a plan, and with the fastest plan that fits. Its
 time is compared with that of the request itself, without a memory limit if necessary. Changes with which something fits
-come first, single ones before pairs, ordered by the step time that each GiB saved costs. The others follow, ordered by
-the bytes that are still missing.
+come first, single ones before pairs: the fastest of those that save time, then the others by the step time that each
+GiB saved costs. Changes with which nothing fits follow, ordered by the bytes that are still missing.
 """
 
 import math
@@ -11,69 +11,124 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
+from typing import NamedTuple
 
+from steelyard.engines import check_levers
+from steelyard.engines.engine import Engine, options_in
 from steelyard.errors import UserError
 from steelyard.levers import LEVERS, Levers
+from steelyard.levers.lever import Result
 from steelyard.plan.choices import RESULTS, Advice, Found
+from steelyard.plan.plan import Plan
 from steelyard.planning.choose import device_bytes
-from steelyard.planning.price import refuse_host, with_price
+from steelyard.planning.price import peak_bytes, refuse_host, with_price
 from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import PlanRequest, with_levers
-from steelyard.planning.variants import FREE_CHOICE, Progress, Study, within
+from steelyard.planning.variants import FREE_CHOICE, Progress, Study, run_by, within
 from steelyard.search.runs import smallest_peak_bytes
 from steelyard.units import format_seconds
 
-LIMIT_S = 1.0
+LIMIT_S = 2.0
 """Time limit in seconds of the search for the fastest plan under one change."""
 TOTAL_S = 10.0
 """Process time in seconds after which no further change is tried."""
 MOST_HINTED = 64
 """Largest number of devices for which changes are tried unasked."""
+MOST_PAIRS = 3
+"""Number of pairs that are tried, the best changes first."""
 NUM_HINTS = 3
 """Number of changes that are named if nothing fits."""
 _NO_LIMIT = 2**50
 
 
+class Change(NamedTuple):
+    """Levers and options of the engine in addition to those of a request."""
+
+    levers: Mapping[str, str] = {}
+    options: tuple[str, ...] = ()
+
+    def __or__(self, other: "Change") -> "Change":
+        return Change({**self.levers, **other.levers}, (*self.options, *other.options))
+
+    @property
+    def name(self) -> str:
+        """Name of the first lever, or of the first option."""
+        return next(iter((*self.levers, *self.options)))
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether its first lever takes long to try."""
+        return bool(self.levers) and LEVERS[self.name].takes_long
+
+    def of(self, request: PlanRequest) -> PlanRequest:
+        """Return the request with this change. Raises `UserError` if it is impossible."""
+        changed = with_levers(request, self.levers) if self.levers else request
+        return replace(changed, engine=request.engine.with_options(self.options)) if self.options else changed
+
+    def text(self, engine: Engine) -> str:
+        """Return the change of a request with this engine as command-line options."""
+        options = f"--engine {engine.with_options(self.options).name}" if self.options else ""
+        return " ".join(filter(None, (options, as_options(self.levers))))
+
+    def result(self, engine: Engine) -> Result:
+        """Return the greater effect on the training result."""
+        own = (engine.options[name].result or "exact" for name in self.options)
+        return max((*(lever.result for lever in Levers.of(self.levers)), *own), key=RESULTS.index, default="exact")
+
+
 def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lambda _: None) -> Found:
-    """Return the needs of the request itself, and the effect of each change of levers.
+    """Return the needs of the request itself, and the effect of each change of levers or options of its engine.
 
     Levers that take long to try come last, none of them after half of the time, and are left out if advice was not
-    ``asked`` for. Pairs combine the best change of each lever that saves memory.
+    ``asked`` for. Pairs combine the best change of each lever, and each option, that saves memory or time.
     """
     limited = replace(request, time_limit_s=LIMIT_S)
     progress("the job as asked")
     study = Study(limited)
-    free = study.answer(within("", _NO_LIMIT))
-    own = _advice(study, {}, math.nan, free.step_s, None)
+    base = study.answer(FREE_CHOICE)
+    base = base if base.plan is not None else study.answer(within("", _NO_LIMIT))
+    own = _advice(study, Change(), request.engine, math.nan, base.step_s)
+    before, base_s = own.least_bytes or math.nan, base.step_s
     found: dict[str, Advice] = {}
-    left_out: list[str] = []
+    refused: dict[str, list[str]] = {}
     untried: list[str] = []
-    best: dict[str, tuple[Advice, dict[str, str]]] = {}
+    best: dict[str, tuple[Advice, Change]] = {}
     deadline = time.process_time() + TOTAL_S
-    singles = list(single_changes(request, asked=asked))
-    for number, texts in enumerate(singles, start=1):
-        progress(f"{number} of {len(singles)} changes, {as_options(texts)}")
-        takes_long = LEVERS[next(iter(texts))].takes_long
-        if time.process_time() > deadline - takes_long * TOTAL_S / 2:
-            untried.append(as_options(texts))
+    singles = [*_of_engine(study, base.plan), *(Change(levers=texts) for texts in single_changes(request, asked=asked))]
+    for number, change in enumerate(singles, start=1):
+        text = change.text(request.engine)
+        progress(f"{number} of {len(singles)} changes, {text}")
+        reason = _refusal(request, change)
+        if not reason and time.process_time() > deadline - change.takes_long * TOTAL_S / 2:
+            untried.append(text)
             continue
-        each = _try(limited, texts, own, free.step_s)
+        each = reason or _try(limited, change, before, base_s)
+        if isinstance(each, Advice) and not each.gains_on(own):
+            each = "no gain"
         if isinstance(each, str):
-            left_out.append(each)
+            refused.setdefault(each, []).append(text)
             continue
-        found[each.options] = each
-        name = next(iter(texts))
-        if each.saved_bytes > 0 and (name not in best or each.order < best[name][0].order):
-            best[name] = each, texts
-    pairs = list(combinations(best.values(), 2))
-    for number, ((_, one), (_, other)) in enumerate(pairs, start=1):
+        found[text] = each
+        if change.name not in best or each.order < best[change.name][0].order:
+            best[change.name] = each, change
+    ordered = [change for _, change in sorted(best.values(), key=lambda each: each[0].order)]
+    pairs = sorted(combinations(range(len(ordered)), 2), key=sum)[:MOST_PAIRS]
+    of_two: dict[str, Advice] = {}
+    for number, change in enumerate((ordered[one] | ordered[other] for one, other in pairs), start=1):
         if time.process_time() > deadline:
             break
-        progress(f"{number} of {len(pairs)} pairs, {as_options(one | other)}")
-        each = _try(limited, one | other, own, free.step_s)
+        text = change.text(request.engine)
+        progress(f"{number} of {len(pairs)} pairs, {text}")
+        each = _try(limited, change, before, base_s)
         if isinstance(each, Advice):
-            found[each.options] = each
-    return Found(own, tuple(sorted(found.values(), key=lambda each: each.order)), tuple(left_out), tuple(untried))
+            of_two[text] = each
+    changes = [
+        *(each for each in sorted(found.values(), key=lambda each: each.order) if each.fits),
+        *(each for each in sorted(of_two.values(), key=lambda each: each.order) if each.fits),
+        *(each for each in sorted((found | of_two).values(), key=lambda each: each.order) if not each.fits),
+    ]
+    left_out = [f"{reason}: {', '.join(texts)}" for reason, texts in refused.items()]
+    return Found(own, tuple(changes), tuple(left_out), tuple(untried))
 
 
 def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Iterator[str]:
@@ -86,7 +141,8 @@ def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Itera
         return
     found = advise(replace(request, searched=()), asked=False, progress=progress).changes
     fits = [each for each in found if each.fits]
-    exact = [each for each in fits if LEVERS[each.options.split()[0].removeprefix("--")].searched][:1]
+    searched = tuple(f"--{name} " for name, lever in LEVERS.items() if lever.searched)
+    exact = [each for each in fits if each.options.startswith(searched)][:1]
     for each in [*dict.fromkeys((*fits[: NUM_HINTS - 1], *exact, *fits))][:NUM_HINTS]:
         yield f"{each.options} ({each.result}, {format_seconds(each.step_s)} a step)"
 
@@ -109,16 +165,48 @@ def single_changes(request: PlanRequest, *, asked: bool) -> Iterable[dict[str, s
             yield from ({name: text, **beside} for text in lever.offered_for(request.chain))
 
 
-def _try(request: PlanRequest, texts: Mapping[str, str], own: Advice, free_s: float) -> Advice | str:
+def _of_engine(study: Study, plan: Plan | None) -> list[Change]:
+    """Return the options of the engine that a request does not have yet.
+
+    The first ones reduce the product of time and memory of its own plan most, if there is a plan.
+    """
+    request, engine = study.request, study.request.engine
+    taken = options_in(engine.name)
+    found = [Change(options=(name,)) for name, each in engine.options.items() if each.result and name not in taken]
+
+    def product(change: Change) -> float:
+        assert plan is not None, "sorted if there is a plan"
+        priced = with_price(plan, study.at(run_by(change.of(request).engine)).job)
+        return priced.step_s * peak_bytes(priced)
+
+    return sorted(found, key=product) if plan is not None else found
+
+
+def _refusal(request: PlanRequest, change: Change) -> str:
+    """Return why the engine, the model or the devices do not allow a change; empty if they do."""
+    levers = Levers.of({**request.levers.texts, **change.levers})
+    devices = tuple(pool.device for pool in request.cluster.pools)
+    try:
+        check_levers(levers, request.chain, request.engine, devices, request.precision)
+    except UserError as error:
+        lever = next((each for each in levers if error.field == f"--{each.name}"), None)
+        return f"not possible {error.found.removeprefix(f'{lever} ')}"
+    return ""
+
+
+def _try(request: PlanRequest, change: Change, before: float, base_s: float) -> Advice | str:
     """Return the effect of a change, or the reason why it is impossible."""
     try:
-        study = Study(with_levers(request, texts))
-        return _advice(study, texts, own.least_bytes or math.nan, free_s, Levers.of(texts))
+        return _advice(Study(change.of(request)), change, request.engine, before, base_s)
     except UserError as error:
-        return f"{as_options(texts)}: {error.field} {error.found}"
+        return f"not possible ({error.field}: {error.found})"
 
 
-def _advice(study: Study, texts: Mapping[str, str], before: float, free_s: float, levers: Levers | None) -> Advice:
+def _advice(study: Study, change: Change, engine: Engine, before: float, base_s: float) -> Advice:
+    """Return the effect of a change, which a study has, on the minimum bytes ``before`` and the step time ``base_s``.
+
+    ``engine`` is that of the request without the change.
+    """
     answer, least = study.answer(FREE_CHOICE), least_bytes(study)
     if answer.plan is not None and study.job.effects.uses_host:
         refuse_host(with_price(answer.plan, study.job))
@@ -126,14 +214,13 @@ def _advice(study: Study, texts: Mapping[str, str], before: float, free_s: float
     if answer.plan is None:
         short = (least or _NO_LIMIT) - study.job.budget_bytes if answer.missing_bytes is None else answer.missing_bytes
         missing = max(1, short)
-    results = [lever.result for lever in levers or ()]
     return Advice(
-        options=as_options(texts),
-        result=max(results, key=RESULTS.index, default="exact"),
+        options=change.text(engine),
+        result=change.result(engine),
         least_bytes=least,
         saved_bytes=0 if least is None or math.isnan(before) else int(before) - least,
         step_s=answer.step_s,
-        slowdown=answer.step_s / free_s - 1,
+        slowdown=answer.step_s / base_s - 1,
         missing_bytes=missing,
     )
 
@@ -152,10 +239,16 @@ def is_beyond_host(study: Study) -> bool:
 
 
 def least_bytes(study: Study) -> int | None:
-    """Return the fewest bytes per device in which a searched configuration has a plan; None if none is legal."""
-    found, job = smallest_peak_bytes(each.any_budget for each in study.tables), study.job
+    """Return the fewest bytes per device in which a searched configuration has a plan; None if none is legal.
+
+    Configurations in chunks never need less, because more passes are in flight, so they only count if all have chunks.
+    """
+    whole = [each for each in study.tables if each.pipeline.num_chunks == 1]
+    found, job = smallest_peak_bytes(each.any_budget for each in whole or study.tables), study.job
     least = None if found is None else device_bytes(job, found)
     if least is None or not is_uniform(job, study.request.decisions):
         return least
-    of_one = study.answer(within("", least - 1))  # a plan of one strategy may need more
-    return None if of_one.missing_bytes is None else least - 1 + of_one.missing_bytes
+    of_one = study.answer(within("", least))  # a plan of one strategy may need more
+    if of_one.plan is not None:
+        return least
+    return None if of_one.missing_bytes is None else least + of_one.missing_bytes

@@ -88,7 +88,7 @@ def plan_of_file(
     except (ValueError, SyntaxError) as error:
         raise _unreadable(path, error, f"a file that {runs_it.name} reads") from None
     plain, offered = runs_it, [each for each in found.options if each in runs_it.options]
-    runs_it = plain.with_options([each for each in offered if plain.options[each](plain) != plain])
+    runs_it = plain.with_options([each for each in offered if plain.options[each].change(plain) != plain])
     check_precision(runs_it, found.precision)
     precision = next(each for each in runs_it.precisions if each == found.precision)
     request = make_request(

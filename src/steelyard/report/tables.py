@@ -3,7 +3,7 @@
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,12 +77,14 @@ def plain_table(title: str, *columns: Column | str) -> Table:
     return table
 
 
-def advice_table(changes: Iterable[Advice]) -> Table:
-    """Return a row per change: minimum memory, saved memory, step time, effect on the result."""
+def advice_table(changes: Sequence[Advice]) -> Table:
+    """Return a row per change, the request itself first: minimum memory, saved memory, step time, effect."""
     table = plain_table(
         "What to change", name("change"), *map(number, ("minimum memory", "saves", "step")), "effect on the result"
     )
-    table.caption, table.caption_justify = "Percentages compare with the job as asked and unlimited memory.", "left"
+    own, *_ = changes
+    memory = "" if own.fits else " and unlimited memory"
+    table.caption, table.caption_justify = f"Percentages compare with the job as asked{memory}.", "left"
     for each in changes:
         short = f"{format_bytes(each.missing_bytes)} short"
         table.add_row(

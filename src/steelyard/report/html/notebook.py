@@ -23,6 +23,6 @@ def fragment(value: object) -> str:
     if not isinstance(value, Found | Advice):
         raise TypeError(f"{type(value).__name__} has no view for notebooks")
     found = value if isinstance(value, Found) else Found(value, (), (), ())
-    missing = (*found.left_out, *(f"{each} (no time was left)" for each in found.untried))
-    left_out = [tag("p", f"not tried: {each}", class_="hint") for each in missing]
+    missing = (*found.left_out, *(f"no time was left: {each}" for each in found.untried))
+    left_out = [tag("p", each, class_="hint") for each in missing]
     return markup.fragment([shown(advice_table((found.own, *found.changes))), *left_out])
