@@ -54,9 +54,7 @@ def test_what_is_written_for_an_engine_is_read_again(name: str, tmp_path: Path) 
     engine, settings = WRITTEN[name]
     model = MODELS.get(engine, "llama3-8b")
     precision = PRECISIONS.get(name, "bf16")
-    request = make_request(
-        model, BLACKWELL, global_batch=64, seq_len=4096, memory_margin=0.0, precision=layer_precision(precision)
-    )
+    request = make_request(model, BLACKWELL, global_batch=64, seq_len=4096, precision=layer_precision(precision))
     plan, _ = price_settings(request, ENGINES[engine], precision, settings)
     asked = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(BLACKWELL))
     for file, content in export_plan(TARGETS[engine], asked).files:
@@ -75,7 +73,7 @@ def test_what_is_written_for_an_engine_is_read_again(name: str, tmp_path: Path) 
 def test_weight_passes_in_torchtitan_keep_all_saved_tensors() -> None:
     engine = ENGINES["torchtitan"]
     less = replace(engine, execution=replace(engine.execution, splits_whole=False))
-    request = make_request("llama3.1-8b", CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0)
+    request = make_request("llama3.1-8b", CLUSTER, global_batch=64, seq_len=4096)
     settings = Settings(zero=1, pp=4, vpp=2, schedule="interleaved-zero-bubble")
     whole, operands = (price_settings(request, each, "bf16", settings)[0].prediction for each in (engine, less))
     assert whole.step_time_s == operands.step_time_s
@@ -93,7 +91,7 @@ def test_weight_passes_in_torchtitan_keep_all_saved_tensors() -> None:
 def test_weight_passes_are_refused_in_torchtitan_where_torch_cannot_split(
     changes: dict[str, Any], message: str
 ) -> None:
-    request = make_request("llama3.1-8b", CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0)
+    request = make_request("llama3.1-8b", CLUSTER, global_batch=64, seq_len=4096)
     settings = replace(Settings(pp=2, vpp=2, cp=4, schedule="zb-v"), **changes)
     with pytest.raises(UserError, match=message):
         price_settings(request, ENGINES["torchtitan"], "bf16", settings)
@@ -110,7 +108,7 @@ def test_weight_passes_are_refused_in_torchtitan_where_torch_cannot_split(
     ],
 )
 def test_a_schedule_of_other_stages_or_chunks_is_an_error(changes: dict[str, Any], message: str) -> None:
-    request = make_request("llama3.1-8b", CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0)
+    request = make_request("llama3.1-8b", CLUSTER, global_batch=64, seq_len=4096)
     settings = replace(Settings(pp=2, vpp=2, cp=4, schedule="zb-v"), **changes)
     with pytest.raises(UserError, match=message):
         price_settings(request, ENGINES["torchtitan"], "bf16", settings)
@@ -133,7 +131,7 @@ LORA = "lora:r=4,alpha=16,targets=q_proj+k_proj+v_proj,dropout=0.1"
 def test_levers_of_a_file_are_read_again(
     engine: str, levers: dict[str, str], settings: Settings, file: str, tmp_path: Path
 ) -> None:
-    asked = {"global_batch": 16, "seq_len": 4096, "memory_margin": 0.0, "levers": levers}
+    asked = {"global_batch": 16, "seq_len": 4096, "levers": levers}
     request = make_request("llama3-8b", CLUSTER, engine=engine, **asked)  # type: ignore[arg-type]
     plan, _ = price_settings(request, ENGINES[engine], "bf16", settings)
     written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
@@ -167,7 +165,7 @@ def test_a_users_own_recipe_is_read_and_the_rest_is_named(tmp_path: Path) -> Non
     path = tmp_path / "mine.py"
     path.write_text(USERS_RECIPE)
     plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
-    request = make_request("llama3-8b", CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0)
+    request = make_request("llama3-8b", CLUSTER, global_batch=64, seq_len=4096)
     expected, _ = price_settings(request, ENGINES["megatron-bridge"], "fp8", Settings(tp=2, pp=2))
     assert plan.prediction == expected.prediction
     assert notes == ("Not read of mine.py: tp_comm_overlap.",)
@@ -298,7 +296,7 @@ def test_switches_of_megatron_are_options_of_the_engine_with_their_price(
     plan, notes = plan_of_file(path, model, CLUSTER)
     assert (plan.engine, plan.precision) == (engine, precision)
     assert not any("moe" in note or "grad_reduce" in note or "fp8" in note for note in notes)
-    request = make_request(model, CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0)
+    request = make_request(model, CLUSTER, global_batch=64, seq_len=4096)
     settings = Settings(tp=2, pp=2) if model == "llama3-8b" else Settings(ep=8, sp=False)
     expected, _ = price_settings(request, engine_of(engine), precision, settings)
     plain, _ = price_settings(request, ENGINES["megatron"], "bf16", settings)
@@ -400,9 +398,7 @@ def test_axolotls_yaml_is_read_as_it_runs(tmp_path: Path) -> None:
 def test_what_is_written_for_axolotl_is_read_again(
     levers: dict[str, str], cluster: str, settings: Settings, tmp_path: Path
 ) -> None:
-    request = make_request(
-        "llama3-8b", cluster, global_batch=16, seq_len=2048, memory_margin=0.0, levers=levers, engine="accelerate"
-    )
+    request = make_request("llama3-8b", cluster, global_batch=16, seq_len=2048, levers=levers, engine="accelerate")
     plan, _ = price_settings(request, ENGINES["accelerate"], "bf16", settings)
     written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(cluster))
     path = tmp_path / "axolotl.yaml"
@@ -520,7 +516,7 @@ def test_a_switch_of_megatron_is_written_and_read_again(name: str, tmp_path: Pat
     model = "mixtral-8x7b" if has_experts else "llama3-8b"
     precision: Precision = "fp8" if name == "fp8-parameters" else "bf16"
     settings = Settings(ep=8, sp=False) if has_experts else Settings(tp=2)
-    request = make_request(model, CLUSTER, global_batch=16, seq_len=4096, memory_margin=0.0)
+    request = make_request(model, CLUSTER, global_batch=16, seq_len=4096)
     plan, _ = price_settings(request, engine_of(f"megatron+{name}"), precision, settings)
     written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
     path = tmp_path / "megatron.sh"
@@ -541,7 +537,7 @@ def test_a_switch_with_another_value_is_not_on_but_named(tmp_path: Path) -> None
 
 def test_a_switch_that_a_plan_leaves_without_effect_is_not_written() -> None:
     engine = engine_of("megatron+tp-overlap+ep-overlap+fp8-parameters")
-    request = make_request("llama3-8b", CLUSTER, global_batch=16, seq_len=4096, memory_margin=0.0)
+    request = make_request("llama3-8b", CLUSTER, global_batch=16, seq_len=4096)
     plan, _ = price_settings(request, engine, "bf16", Settings(pp=2, vpp=2))
     written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
     text = dict(export_plan(TARGETS["megatron"], written).files)["megatron.sh"]

@@ -70,7 +70,7 @@ def restricting(study: Study, free: Answer) -> list[Variant]:
     assert free.plan is not None
     budget = study.job.budget_bytes
     less = [within(f"{share:.1%} of the memory", int(share * budget)) for share in (0.999, 0.99, 0.5)]
-    return [*baselines(), *without_techniques(free.plan), *other_pipelines(free.plan, study.tables), *less]
+    return [*baselines(), *without_techniques(free.plan), *other_pipelines(free.plan, study), *less]
 
 
 @pytest.mark.slow

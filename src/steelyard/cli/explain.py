@@ -64,7 +64,9 @@ def explain(
     with options.progress("counting the model's layers", silent=as_json) as show:
         if plan.is_mixed:
             not_with_pools({"--why-not": why, "--all": everything})
-        given = Elsewhere(cluster=cluster, network=network, memory=memory, profile=profile, engine=engine)
+        given = Elsewhere(memory=memory, profile=profile)
+        if source is None:  # the settings of a file are a plan for these already
+            given = Elsewhere(cluster=cluster, network=network, engine=engine, **given)
         found = priced_or_reason(plan, path, **given)
         if isinstance(found, str):
             explanation = Explanation(binds="", notes=(f"baselines and other memory budgets are left out: {found}",))

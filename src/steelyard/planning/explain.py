@@ -22,7 +22,7 @@ from steelyard.plan.strategy import Strategy
 from steelyard.planning.frontier import memory_points, priced_point
 from steelyard.planning.price import describe, peak_bytes, with_cost, with_price
 from steelyard.planning.problem import stage_strategies
-from steelyard.planning.request import PlanRequest
+from steelyard.planning.request import SIMPLIFY, PlanRequest
 from steelyard.planning.simple import SAME
 from steelyard.planning.variants import (
     FREE_CHOICE,
@@ -87,7 +87,7 @@ def what_was_searched(
     assert priced.prediction is not None, "baselines are compared with its prediction"
     step_s = priced.prediction.step_time_s
     free, budgets = (FREE_CHOICE, within(UNLIMITED, MOST_BYTES)), other_budgets(study.job)
-    pipelines, restricted = other_pipelines(priced, study.tables), (*baselines(), *without_techniques(priced))
+    pipelines, restricted = other_pipelines(priced, study), (*baselines(), *without_techniques(priced))
     found, left_out = dict[Variant, Answer](), dict[str, None]()
     # pipelines first: a variant without a technique takes the plans of theirs that do without it
     for variant in counted((*free, *pipelines, *restricted, *budgets), progress):
@@ -129,13 +129,18 @@ def other_budgets(job: Job) -> tuple[Variant, ...]:
 
 
 def what_binds(step_s: float, best: ComparedBaseline, free: ComparedBaseline) -> str:
-    """Return one sentence that says whether memory or the hardware limits a plan.
+    """Return one sentence that says whether the plan's own settings, memory or the hardware limit it.
 
     ``step_s`` is the step time of the plan, ``free`` the best plan with unlimited memory.
     """
     if best.step_time_s is None or free.step_time_s is None:
         return "Memory limits it: the search finds no plan that fits."
     gain = 1 - free.step_time_s / step_s
+    if (own := 1 - best.step_time_s / step_s) > SIMPLIFY:
+        return (
+            f"Its settings limit it: in the same memory a step can take {format_seconds(best.step_time_s)}, {own:.1%} "
+            f"less ({best.setting}: {best.strategies})."
+        )
     if free.step_time_s >= best.step_time_s * (1 - SAME):
         return "Computation and communication limit it: with unlimited memory no plan is faster."
     return (

@@ -97,7 +97,6 @@ def plan_of_file(
         network=network,
         global_batch=_needed("--global-batch", path, global_batch or found.global_batch),
         seq_len=_needed("--seq-len", path, seq_len or found.seq_len),
-        memory_margin=0.0,
         precision=layer_precision(precision),
         levers=found.levers,
         engine=runs_it.name if found.levers else None,

@@ -25,7 +25,7 @@ leaves out because they are not worth it (`Dimension.not_worth`), `steelyard.pla
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -125,10 +125,10 @@ def _without(dimension: Dimension) -> Decisions:
     return Decisions(modes={mode.key: (mode.default,) for mode in dimension.modes})
 
 
-def other_pipelines(plan: Plan, searched: Iterable[OnDemand]) -> tuple[Variant, ...]:
+def other_pipelines(plan: Plan, study: "Study") -> tuple[Variant, ...]:
     """Return the variants with every other searched number of stages, with half and twice the microbatches, and with
-    every other schedule at the plan's own number of stages."""
-    pipelines = [each.pipeline for each in searched]
+    every other schedule of the engine at the plan's own number of stages."""
+    pipelines, runs = [each.pipeline for each in study.tables], study.job.engine.capabilities.runs
     stages = sorted({each.num_stages for each in pipelines} - {plan.num_stages})
     found = [deciding(format_plural(count, "stage"), Decisions(num_stages=count)) for count in stages]
     counts = {each.num_microbatches for each in pipelines}
@@ -138,7 +138,7 @@ def other_pipelines(plan: Plan, searched: Iterable[OnDemand]) -> tuple[Variant, 
             found.append(deciding(name, Decisions(num_microbatches=count)))
     if plan.num_stages > 1:
         here = {each.schedule for each in pipelines if each.num_stages == plan.num_stages}
-        others = [each for each in SCHEDULES.values() if each in here or each.why_not_everywhere]
+        others = [each for each in SCHEDULES.values() if each in here or (each.why_not_everywhere and runs(each.name))]
         found += [
             deciding(each.name, Decisions(schedules=(each.name,), num_stages=plan.num_stages))
             for each in others
