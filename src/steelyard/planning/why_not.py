@@ -250,7 +250,9 @@ def left_out(job: Job, decisions: Decisions) -> tuple[str, ...]:
     for size in sizes[: bisect_right(sizes, 4 * job.cluster.devices_per_node) + 1]:
         for strategy in enumerate_strategies(size, whole):
             reason = space_refusal(strategy, limits)
-            if reason and reason not in found and any(illegal_reason(each, strategy, batch) is None for each in blocks):
+            if not reason or reason in found or job.engine.capabilities.refusal(strategy) is not None:
+                continue
+            if any(illegal_reason(each, strategy, batch) is None for each in blocks):
                 found[reason] = strategy
     said = [f"strategies such as {strategy}: {reason}" for reason, strategy in found.items()]
     said += _left_by_ends(job, batch)
