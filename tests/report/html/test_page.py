@@ -22,6 +22,7 @@ from steelyard.report.html.assumptions import _job_facts, _plan_facts
 from steelyard.report.html.bars import stage_seconds, time_section
 from steelyard.report.html.chart import Chart, Line, chart, staircase
 from steelyard.report.html.markup import VOID
+from steelyard.report.html.page import result_text
 from steelyard.report.html.palette import HUES, MEMORY_COLOURS, colours, strategy_classes, time_colours
 from steelyard.report.html.strategies import describe_strategy
 from steelyard.report.html.timeline import MOST_PASSES, timeline_section
@@ -129,6 +130,13 @@ def test_without_the_job_the_file_still_makes_a_page() -> None:
     page = read(report_page(single(with_job=False)))
     assert "timeline" not in page.ids
     assert {"time", "memory", "frontier"} <= set(page.ids)
+
+
+def test_the_first_sentence_names_another_engine() -> None:
+    found = single()
+    assert "Train it without a pipeline" in str(result_text(found))
+    other = replace(found, plan=found.plan.model_copy(update={"engine": "torchtitan+compile"}))
+    assert "Train it with torchtitan+compile without a pipeline" in str(result_text(other))
 
 
 def on(device: str) -> ReportContents:

@@ -62,7 +62,7 @@ def result_text(found: ReportContents) -> Html:
     step = format_seconds(prediction.step_time_s).replace(" ", " ")  # the unit stays on the line
     return join(
         [
-            f"Train it {pipeline_words(plan)}, most layers as ",
+            f"Train it {f'with {plan.engine} ' if plan.engine else ''}{pipeline_words(plan)}, most layers as ",
             tag("b", main_strategy(plan), class_="whole"),
             f": a step of {tokens} tokens takes {step} and {verdict}.",
             f" {gained}." if (gained := gain_sentence(plan)) else "",
