@@ -30,6 +30,7 @@ MODULES = (
     "megatron.bridge",
     "megatron.bridge.peft.canonical_lora",
     "megatron.bridge.recipes.utils.optimizer_utils",
+    "megatron.bridge.training.comm_overlap",
     "megatron.bridge.training.config",
     "megatron.bridge.training.finetune",
     "megatron.bridge.training.flex_dispatcher_backend",
@@ -153,6 +154,16 @@ def test_gradients_are_reduced_in_bf16_as_it_is_priced(recipe_of: Any) -> None:
     recipe = recipe_of(uniform("dp8", devices=8))
     assert (recipe.ddp.grad_reduce_in_fp32, recipe.mixed_precision.grad_reduce_in_fp32) == (False, False)
     assert ENGINES["megatron-bridge"].execution.reduce_bytes == 2
+
+
+def test_what_overlaps_as_it_is_priced(recipe_of: Any) -> None:
+    assert ENGINES["megatron-bridge"].execution.hidden_collectives == 0.5
+    divided, whole = recipe_of(uniform("dp2-cp2-tp2", devices=8, sp=True)), recipe_of(uniform("dp8", devices=8))
+    assert (divided.comm_overlap.tp_comm_overlap, whole.comm_overlap.tp_comm_overlap) == (True, False)
+    assert divided.comm_overlap.overlap_grad_reduce
+    assert divided.model.cross_entropy_fusion_impl == "te"
+    without = uniform("dp4-tp2", devices=8, sp=True).model_copy(update={"engine": "megatron-bridge+no-tp-overlap"})
+    assert not recipe_of(without).comm_overlap.tp_comm_overlap
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ WRITTEN = {
     "recipe": ("megatron-bridge", Settings(tp=2, cp=2, micro_batch=2)),
     "recipe of uneven stages": ("megatron-bridge", Settings(pp=2, blocks=(17, 15), remat=Remat.SELECTIVE)),
     "recipe of chunks": ("megatron-bridge", Settings(pp=2, tp=2, vpp=2, remat_blocks=3)),
-    "recipe in 8 bits": ("megatron-bridge", Settings(tp=2, sp=False, remat=Remat.FULL)),
+    "recipe in 8 bits": ("megatron-bridge", Settings(tp=2, remat=Remat.FULL)),
     "ZeRO-3": ("deepspeed", Settings(zero=3, sp=False, remat=Remat.FULL, micro_batch=2)),
     "ZeRO-2 beside tp": ("deepspeed", Settings(zero=2, sp=False, tp=2)),
 }
@@ -143,6 +143,26 @@ def test_levers_of_a_file_are_read_again(
     assert again.prediction == plan.prediction
 
 
+@pytest.mark.parametrize(
+    ("model", "settings", "engine"),
+    [
+        ("qwen3-30b-a3b", Settings(ep=8, sp=False), "megatron-bridge+bf16-moments+ep-overlap+cuda-graphs"),
+        ("llama3-8b", Settings(tp=2), "megatron-bridge+no-tp-overlap"),
+    ],
+)
+def test_options_of_a_recipe_are_read_again(model: str, settings: Settings, engine: str, tmp_path: Path) -> None:
+    request = make_request(model, CLUSTER, global_batch=64, seq_len=4096)
+    plan, _ = price_settings(request, engine_of(engine), "bf16", settings)
+    plain, _ = price_settings(request, ENGINES["megatron-bridge"], "bf16", settings)
+    asked = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
+    ((file, content),) = export_plan(TARGETS["megatron-bridge"], asked).files
+    (tmp_path / file).write_text(content)
+    again, notes = plan_of_file(tmp_path / file, model, CLUSTER)
+    assert again.engine == engine
+    assert again.prediction == plan.prediction != plain.prediction
+    assert not any("overlap" in note or "exp_avg" in note or "cuda" in note for note in notes)
+
+
 USERS_RECIPE = """
 from megatron.bridge.recipes.common import _pretrain_common
 def config():
@@ -172,6 +192,8 @@ def test_a_users_own_recipe_is_read_and_the_rest_is_named(tmp_path: Path) -> Non
     path.write_text(USERS_RECIPE.replace("fp8_current_scaling", "my_scaling"))
     plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
     assert (plan.precision, notes) == ("bf16", ("Not read of mine.py: mixed_precision, tp_comm_overlap.",))
+    path.write_text(USERS_RECIPE.replace("= overlap", "= False"))
+    assert plan_of_file(path, "llama3-8b", CLUSTER)[0].engine == "megatron-bridge+no-tp-overlap"
 
 
 def test_an_unknown_schedule_in_a_file_is_an_error(tmp_path: Path) -> None:

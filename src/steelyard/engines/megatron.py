@@ -87,7 +87,7 @@ def _write(request: Request) -> Draft:
             f"--global-batch-size {view.global_batch}",
             f"--seq-length {view.seq_len}",
             *FLAGS[view.precision],
-            *_switches(view, options_in(request.plan.engine)),
+            *switch_flags(view, options_in(request.plan.engine)),
         ],
     }
     left_out = [
@@ -106,7 +106,7 @@ def _write(request: Request) -> Draft:
     )
 
 
-def _switches(view: UniformPlan, options: Sequence[str]) -> Iterator[str]:
+def switch_flags(view: UniformPlan, options: Sequence[str]) -> Iterator[str]:
     """Yield the flags of options that the degrees and the precision of a plan leave an effect."""
     idle = {"tp-overlap": view.tp == 1, "ep-overlap": view.ep == 1, "fp8-parameters": "fp8" not in view.precision}
     for name in options:

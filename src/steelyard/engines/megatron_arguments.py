@@ -191,7 +191,7 @@ def read_script(entries: Entries, chain: ModelChain, num_devices: int) -> FileSe
             expected="states on the device: an update by the host has no price for Megatron",
             hint="leave it out, or plan with --offload optimizer for our own runtime",
         )
-    on = [name for name, switch in SWITCHES.items() if _is_on(switch, entries)]
+    on = read_switches(SWITCHES, entries)
     is_in_place = entries.get("cross_entropy_fusion_impl") == "te"  # Transformer Engine's loss, as without fusion
     switches = tuple(name for name in on if name != "fused-loss" or not is_in_place)
     found = read(entries, chain, num_devices)
@@ -200,6 +200,11 @@ def read_script(entries: Entries, chain: ModelChain, num_devices: int) -> FileSe
         options = options if "moe_token_dispatcher_type" in entries.values else ("allgather", *options)
         looped = "moe_grouped_gemm" not in entries.values
     return replace(found, options=options, unread=(*found.unread, *[_LOOPED] * looped))
+
+
+def read_switches(switches: Mapping[str, _Switch], entries: Entries) -> list[str]:
+    """Return the names of the switches that a file sets."""
+    return [name for name, switch in switches.items() if _is_on(switch, entries)]
 
 
 def _is_on(switch: _Switch, entries: Entries) -> bool:

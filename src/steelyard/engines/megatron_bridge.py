@@ -24,8 +24,16 @@ from typing import Any
 
 from steelyard.engines import megatron
 from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, hub_config, refuse_entries
-from steelyard.engines.engine import Entries, FileSettings, Reader, Taken, literal, options_in
-from steelyard.engines.megatron_arguments import FLAGS, IN_BF16, OPTIONS, arguments, read
+from steelyard.engines.engine import Entries, FileSettings, Option, Reader, Taken, literal, options_in
+from steelyard.engines.megatron_arguments import (
+    FLAGS,
+    IN_BF16,
+    OPTIONS,
+    SWITCHES,
+    arguments,
+    read,
+    read_switches,
+)
 from steelyard.engines.megatron_models import model_flags
 from steelyard.engines.peft import refuse_kind, whole_if_so
 from steelyard.engines.writing import Draft, Request, Target, UniformPlan, refuse_untold
@@ -42,8 +50,14 @@ _SET_AFTERWARDS = ("--moe-", "--window-size", "--rotary-seq-len-interpolation-fa
 """Prefixes of model flags that the recipe sets regardless of the bridge's reading of the config."""
 _MARK = "megatron.bridge"
 """Package that every recipe imports."""
-_READ = ("TrainingConfig", "DistributedDataParallelConfig")
+_READ = ("TrainingConfig", "DistributedDataParallelConfig", "CommOverlapConfig")
 """Configurations whose keywords are read, in addition to attributes that are set."""
+_BESIDE, _NO_OVERLAP = "tp_comm_overlap", "no-tp-overlap"
+_SWITCHES = {name: SWITCHES[name] for name in ("bf16-moments", "ep-overlap", "cuda-graphs")}
+_EXPERTS_BESIDE = "overlap_moe_expert_parallel_comm"
+_OF_OPTIMIZER = ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")
+_DTYPES = {"bf16": "torch.bfloat16"}
+_DISPATCHES = "apply_flex_dispatcher_backend"
 _RENAMED = {"rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor"}
 _PRECISIONS: Mapping[Precision, str] = {
     "bf16": "bf16_mixed()",
@@ -120,10 +134,17 @@ def _write(request: Request) -> Draft:
         model["recompute_modules"] = model["recompute_modules"].split()
     if view.pipeline.num_chunks > 1:
         model["virtual_pipeline_model_parallel_size"] = view.pipeline.num_chunks
-    model |= _set_afterwards(chain, view.seq_len) | {"seq_length": view.seq_len}
+    model |= _set_afterwards(chain, view.seq_len) | {"seq_length": view.seq_len, "cross_entropy_fusion_impl": "te"}
+    switched = megatron.attributes([*megatron.switch_flags(view, options)])
+    overlap = {_BESIDE: view.sp and _NO_OVERLAP not in options}
+    overlap |= {key: value for key, value in gradients.items() if key.startswith("overlap")}
+    overlap |= {key: switched.pop(key) for key in (_EXPERTS_BESIDE,) if key in switched}
+    optimizer = {key: switched.pop(key) for key in _OF_OPTIMIZER if key in switched}
+    model |= switched | ({"use_te_rng_tracker": True} if "cuda_graph_impl" in switched else {})
     is_deep = view.has_experts and not {"alltoall", "allgather"} & set(options)
+    recipe = _recipe(view, chain, model, gradients, overlap, optimizer, train, sends_deep=is_deep)
     return Draft(
-        files=(("bridge_recipe.py", _recipe(view, chain, model, gradients, train, sends_deep=is_deep)),),
+        files=(("bridge_recipe.py", recipe),),
         left_out=(
             "tokenizer, data, learning rate and initial weights: set them in the recipe",
             *(() if train.is_default else ("base weights: put the imported checkpoint into the folder base",)),
@@ -242,6 +263,8 @@ def _recipe(
     chain: ModelChain,
     model: Mapping[str, Any],
     gradients: Mapping[str, Any],
+    overlap: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
     train: Train,
     *,
     sends_deep: bool,
@@ -257,10 +280,11 @@ def _recipe(
         "from megatron.bridge import AutoBridge",
         *([] if train.is_default else ["from megatron.bridge.peft.canonical_lora import CanonicalLoRA"]),
         "from megatron.bridge.recipes.utils.optimizer_utils import distributed_fused_adam_with_cosine_annealing",
+        "from megatron.bridge.training.comm_overlap import CommOverlapConfig",
         "from megatron.bridge.training.config import (",
         *(f"    {each}," for each in _CONFIGS),
         ")",
-        "from megatron.bridge.training.flex_dispatcher_backend import apply_flex_dispatcher_backend",
+        f"from megatron.bridge.training.flex_dispatcher_backend import {_DISPATCHES}",
         "from megatron.bridge.training.gpt_step import forward_step",
         "from megatron.bridge.training.mixed_precision import (",
         *(f"    {each}," for each in dict.fromkeys(("MixedPrecisionConfig", precision.partition("(")[0]))),
@@ -275,10 +299,11 @@ def _recipe(
         "    bridge = AutoBridge.from_hf_config(AutoConfig.for_model(**HF_CONFIG))",
         "    model = bridge.to_megatron_provider(load_weights=False)",
         *(f"    model.{key} = {value!r}" for key, value in model.items()),
-        *(['    apply_flex_dispatcher_backend(model, "deepep")'] if sends_deep else []),
+        *([f'    {_DISPATCHES}(model, "deepep")'] if sends_deep else []),
         f"    precision = {precision}",
         "    precision.grad_reduce_in_fp32 = False",
         "    optimizer, scheduler = distributed_fused_adam_with_cosine_annealing(lr_warmup_iters=500, max_lr=3e-4)",
+        *(f"    optimizer.{key} = {_DTYPES.get(value, value)}" for key, value in optimizer.items()),
         "    config = ConfigContainer(",
         "        model=model,",
         "        train=TrainingConfig(",
@@ -293,6 +318,7 @@ def _recipe(
         "            average_in_collective=True,",
         *(f"            {key}={value!r}," for key, value in gradients.items()),
         "        ),",
+        f"        comm_overlap=CommOverlapConfig({', '.join(f'{key}={value}' for key, value in overlap.items())}),",
         "        dataset=GPTDatasetConfig(",
         f"            seq_length={view.seq_len},",
         "            random_seed=1234,",
@@ -339,6 +365,8 @@ def _values(text: str) -> Mapping[str, Any]:
             if called in ("LoRA", "DoRA"):
                 raise ValueError(f"{called}, whose adapters belong to fused matrices; only CanonicalLoRA is read")
             found |= {"train": _lora(given)} if called == "CanonicalLoRA" else given if called in _READ else {}
+            if called == _DISPATCHES and len(node.args) > 1:
+                found |= {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": literal(node.args[1])}
     told = str(found.get("mixed_precision", text))
     precision = next((name for name, made in _PRECISIONS.items() if made.partition("(")[0] in told), None)
     if precision is not None:
@@ -346,7 +374,9 @@ def _values(text: str) -> Mapping[str, Any]:
     modules = found.get("recompute_modules")
     if isinstance(modules, list):
         found["recompute_modules"] = " ".join(map(str, modules))
-    on = {name: value for name, value in found.items() if value is not None and value is not False}
+    shown = {theirs: ours for ours, theirs in _DTYPES.items()}
+    on = {name: shown.get(value, value) if isinstance(value, str) else value for name, value in found.items()}
+    on = {name: value for name, value in on.items() if value is not None and (value is not False or name == _BESIDE)}
     return on | megatron.attributes(FLAGS[precision or "bf16"])
 
 
@@ -366,8 +396,13 @@ def _lora(given: Mapping[str, Any]) -> str:
 def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
     """Return the settings of a recipe, or of arguments for one."""
     train = entries.get("train")
+    overlaps = entries.values.get(_BESIDE)
+    entries.skip(*([_BESIDE] if isinstance(overlaps, bool) else []))
+    switches = read_switches(_SWITCHES, entries)
     found = read(entries, chain, num_devices)
-    return replace(found, levers={"train": train} if train else {})
+    lacks = found.settings.tp > 1 and (overlaps is False or not found.settings.sp)
+    options = (*found.options, *switches, *([_NO_OVERLAP] if lacks else []))
+    return replace(found, levers={"train": train} if train else {}, options=options)
 
 
 _CONFIGS = (
@@ -379,21 +414,27 @@ TE_SPEEDUP = 1.25
 dgxc_benchmarking, whose 85 runs are all predicted 12 to 36 % too slow without it; so are the runs of megatron_bridge
 and mlperf_training, to which nothing was fitted. Megatron-Core's runs on A100 are not. It does not apply to experts'
 matmuls: with it the 18 runs of Grok in dgxc_benchmarking are predicted 19 % too fast, without it 10 %."""
+_OVERLAPPING = SWITCHES["tp-overlap"].change(megatron.MEGATRON)
 MEGATRON_BRIDGE = replace(
-    megatron.MEGATRON,
+    _OVERLAPPING,
     name="megatron-bridge",
     execution=replace(
-        megatron.MEGATRON.execution,
+        _OVERLAPPING.execution,
         states=IN_BF16,
         reduce_bytes=2,
-        hidden_collectives=0.5,
         accumulation_bytes=2,
         low_copies=0,  # its precisions gather parameters in 8 bits (training/mixed_precision.py)
         tuned_linear_speedup=TE_SPEEDUP,
         kernels=replace(megatron.KERNELS, expert_copies=0),
         dispatcher="deep",
     ),
-    options=OPTIONS,
+    options={
+        **OPTIONS,
+        **_SWITCHES,
+        _NO_OVERLAP: Option(
+            change=lambda engine: replace(engine, capabilities=megatron.CAPABILITIES).executing(hidden_collectives=0.0)
+        ),
+    },
     refuse=_refuse,
     levers={"train": Taken(refuse=_refuse_part)},
     reader=Reader(suffixes=(".py",), values=_values, read=_read, mark=_MARK),
