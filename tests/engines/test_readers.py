@@ -39,6 +39,7 @@ WRITTEN = {
     "recipe in 8 bits": ("megatron-bridge", Settings(tp=2, remat=Remat.FULL)),
     "ZeRO-3": ("deepspeed", Settings(zero=3, sp=False, remat=Remat.FULL, micro_batch=2)),
     "ZeRO-2 beside tp": ("deepspeed", Settings(zero=2, sp=False, tp=2)),
+    "ZeRO-1": ("deepspeed", Settings(zero=1, sp=False)),
 }
 PRECISIONS: dict[str, Precision] = {
     **{"degrees": "fp16", "ZeRO-2 beside tp": "fp16"},

@@ -162,7 +162,7 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         fetched = (shard if job.cluster.device.is_gpu else 0) + (computed if shards == 1 else 0)
         host, shard, kept_gradients = host + shard + kept_gradients, 0, 0
     if keeps_whole:
-        kept_gradients = weight_bytes * params * made_whole
+        kept_gradients = job.reduce_bytes * params * made_whole
     elif config.has_several and not is_sharded and has_adapters:
         kept_gradients += weight_bytes * _whole_params(layer_type, layer, strategy, config)
     elif config.has_several and job.execution.keeps_whole_gradients(strategy):

@@ -58,7 +58,7 @@ _OLDER = (
 CAPABILITIES = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp", "fsdp+ep"),
-    modes={"zero": frozenset({2, 3}), "sp": frozenset({False}), "ep": frozenset(DEGREE.texts)},
+    modes={"zero": frozenset({1, 2, 3}), "sp": frozenset({False}), "ep": frozenset(DEGREE.texts)},
     experts_of=frozenset(PRESETS),
     never_divided=frozenset(
         {
@@ -216,4 +216,5 @@ DEEPSPEED = Engine(
         ),
     ),
 )
-"""ZeRO-3 with 16-bit gradients, as in its published runs."""
+"""ZeRO with 16-bit gradients, as in its published runs of ZeRO-3. ZeRO-1 keeps them whole, in the dtype of the model,
+and reduces them once per step (stage_1_and_2.py, ``reduce_ready_partitions_and_remove_grads``)."""
