@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from published_runs.frameworks import compiles_all, has_loss_in_pieces
+from published_runs.frameworks import torchtitan_of
 from published_runs.rows import read_runs
 
 from steelyard.cost.job import layer_precision
@@ -116,15 +116,11 @@ def settings_of(row: Mapping[str, str]) -> Settings:
 
 
 def engine_of(row: Mapping[str, str]) -> Engine:
-    """The engine of a row; torchtitan with its loss in pieces, and compiled, where the published run says so.
-
-    Before May 2025 its loss was not compiled, so that such runs are priced without.
-    """
+    """The engine of a row; torchtitan in the version of the published run, and compiled if that was."""
     run = RUNS.get(row["row"])
     if row["framework"] != "torchtitan" or run is None:
         return ENGINES[row["framework"]]
-    options = [] if has_loss_in_pieces(run) else [WHOLE_LOSS]
-    return TORCHTITAN.with_options([*options, COMPILED] if compiles_all(run) else options)
+    return torchtitan_of(run.text("framework"), [COMPILED] if run.text("compile") == "True" else [])
 
 
 def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> dict[str, Any]:

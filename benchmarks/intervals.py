@@ -65,6 +65,7 @@ from steelyard.cost.accuracy import (
     Spread,
     spread_of,
 )
+from steelyard.engines import ENGINES
 
 PAGE, RUNS = (Path(__file__).parent / name for name in ("intervals.md", "prediction-accuracy.md"))
 TABLE_FILE = Path(__file__).parents[1] / "src/steelyard/cost/accuracy.py"
@@ -100,7 +101,8 @@ class Timed:
     def engine(self) -> str:
         """The product's engine that ran it, or none."""
         framework = framework_of(self.run)
-        return "" if framework is None else framework.engine
+        name = "" if framework is None else framework.engine.name.partition("+")[0]
+        return name if name in ENGINES else ""
 
     @property
     def log_measured_s(self) -> float:

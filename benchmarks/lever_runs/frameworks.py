@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from published_runs.frameworks import FIXED_SEGMENTS_RESERVE, MIXED_16, compiled, with_compiled_loss
+from published_runs.frameworks import DEEPSPEED_ZERO_1, FIXED_SEGMENTS_RESERVE, torchtitan_of
 
 from lever_runs.rows import Row
 from steelyard.engines.automodel import AUTOMODEL
@@ -27,7 +27,7 @@ from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution, StateBytes
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.native import NATIVE
-from steelyard.engines.torchtitan import TORCHTITAN, WHOLE_LOSS
+from steelyard.engines.torchtitan import ASYNC_TP, COMPILED
 from steelyard.engines.transformers import TRANSFORMERS
 from steelyard.levers import Levers
 
@@ -43,10 +43,7 @@ _FP32_ADAPTERS = replace(
     frees_gradients=True,
     step_shard_bytes=4,
 )
-_DEEPSPEED = Execution(
-    states=MIXED_16, reduce_bytes=2, overlaps_data=False, bucket_bytes=2 * 2 * 500_000_000, step_shard_bytes=2 + 4
-)
-"""As `published_runs.frameworks`: buffers of 500 million entries, an fp16 and an fp32 copy of gradients in a step."""
+_DEEPSPEED = replace(DEEPSPEED_ZERO_1, kernels=None)
 
 
 _BLOCKS_OF_LENGTHS = 14.0
@@ -152,7 +149,7 @@ def _qwen(row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
     if (row.count("fsdp") or 1) > 1 or (is_full and (row.count("num_gpus") or 1) > 1):
         return Framework(engine=_engine("qwen", DEEPSPEED.execution))  # ZeRO-2 keeps what is not trained whole
     is_deepspeed = is_full or "DeepSpeed" in row.text("framework")
-    execution = replace(_DEEPSPEED, states=replace(MIXED_16, zero=0)) if is_deepspeed else _FP32_ADAPTERS
+    execution = _DEEPSPEED if is_deepspeed else _FP32_ADAPTERS
     if "embeddings" in row.text("method"):  # nearly all that is trained, which peft copies in bf16 and does not cast
         execution = replace(execution, states=_BF16_STATES, step_shard_bytes=2)
     return Framework(engine=_engine("qwen", replace(execution, adapters="computed" if is_full else "autocast")))
@@ -231,22 +228,9 @@ _FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework
 """The beginning of a framework's name."""
 
 
-_FUSED_NORM = "2025-07"
-"""The month from which torch's RMSNorm is one kernel (pytorch/pytorch pull request 153666)."""
-
-
 def _torchtitan(row: Row) -> Engine:
-    """torchtitan with its loss at once, and with what ``torch.compile`` fuses where a row is compiled: the loss since
-    May 2025. A row's version of torch tells when it ran, where it has one: its date is that of the page."""
-    engine = TORCHTITAN.with_options([WHOLE_LOSS])
-    kernels, execution = engine.execution.kernels, engine.execution
-    assert kernels is not None, "of torchtitan"
-    if row.text("compile") == "1":
-        kernels = compiled(kernels)
-        version = row.text("torch_version")
-        kernels = with_compiled_loss(kernels, f"torch {version}" if version else row.text("date"))
-    elif row.text("date") < _FUSED_NORM:
-        kernels = replace(kernels, norm=False)
-    if "async" in row.text("notes") and "async_tp" in row.text("lever"):
-        execution = replace(execution, hidden_collectives=0.5)
-    return replace(engine, execution=replace(execution, kernels=kernels))
+    """torchtitan as its version has it: that of torch where a row names one, or its date, which is that of the page."""
+    said = [COMPILED] * (row.text("compile") == "1")
+    said += [ASYNC_TP] * ("async" in row.text("notes") and "async_tp" in row.text("lever"))
+    version = row.text("torch_version")
+    return torchtitan_of(f"torch {version}" if version else row.text("date"), said)

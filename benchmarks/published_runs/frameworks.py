@@ -1,5 +1,9 @@
 """Engines for the frameworks that others published runs of: those of the product, and values of the same kind.
 
+A row names options of an engine (`_OPTIONS`): compiled blocks, overlaps, CUDA graphs, dispatchers. These are the
+product's own, so that a row is priced as a user of the product prices it. What is here alone is what no option says:
+frameworks and versions that the product does not write for.
+
 What runs beside what, which kernels are fused and how states are kept follows each framework's code, papers or
 defaults, as far as known; versions may differ from those that ran. These numbers were chosen on open rows instead:
 ``loss_bytes``, ``norm_bytes``, ``copies``, ``kept_transfers``, ``bucket_bytes`` and nanotron's ``keeps_gathered`` and
@@ -9,19 +13,21 @@ row.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from published_runs.rows import PublishedRun
-from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.deepspeed import DEEPSPEED
-from steelyard.engines.execution import EAGER, FUSED, Dispatcher, Execution, Kernels, Module, StateBytes
-from steelyard.engines.megatron import KERNELS, MEGATRON
+from steelyard.engines.engine import Engine, options_in
+from steelyard.engines.execution import EAGER, FUSED, Execution, Kernels, Module, StateBytes
+from steelyard.engines.megatron import MEGATRON, MEGATRON_FSDP
+from steelyard.engines.megatron_arguments import BALANCED, OPTIONS
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
-from steelyard.engines.torchtitan import TORCHTITAN
-from steelyard.levers import Effects, Levers
+from steelyard.engines.native import NATIVE
+from steelyard.engines.torchtitan import ASYNC_TP, COMPILED, TORCHTITAN, WHOLE_LOSS
+from steelyard.levers import NO_LEVERS, Effects, Levers
 from steelyard.levers.float8 import Float8
 from steelyard.levers.train import Train
 from steelyard.plan.strategy import Remat
@@ -49,10 +55,8 @@ dense models of 60 million parameters is 0 to 30 MiB."""
 class Framework:
     """A framework as it runs a plan, and its defaults where a row says nothing."""
 
-    execution: Execution
-    """With kernels of its own: rows have sizes, and no modules that could be traced."""
-    engine: str = ""
-    """The engine of the product that it is, or became."""
+    engine: Engine
+    """The product's, or one of the same kind. It has kernels: rows have sizes, and no modules that could be traced."""
     balances_by_flop: bool = False
     """Whether stages get equal FLOP, head included, instead of equal numbers of blocks."""
     default_remat: Remat | None = Remat.NONE
@@ -61,11 +65,6 @@ class Framework:
     """Whether tensor parallelism has sequence parallelism where nothing is said."""
     default_zero: int = 0
     """ZeRO stage where nothing is said."""
-    pipes_whole: bool = False
-    """Whether its stages are torch's, which keep sharded layers gathered, and their gradients whole, from microbatch to
-    microbatch, whatever the ZeRO stage (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync)."""
-    imbalance: float = ASSUMED_IMBALANCE
-    """How many times the mean of tokens the fullest rank of its experts computes, where a row does not say."""
     has_te: bool = False
     """Whether kernels of Transformer Engine run beside torch's, with a workspace of their own."""
     expands_segments: bool = False
@@ -96,7 +95,7 @@ sequence parallelism linear layers keep the gathered input (core/nn/linear/colum
 _NANOTRON_KERNELS = replace(EAGER, norm=True, rotary=True, loss=True, copies=12, keeps_gathered=True)
 """Of each block's launches 12 are copies of q, k and v and sums of the mask."""
 
-_DEEPSPEED = Execution(
+DEEPSPEED_ZERO_1 = Execution(
     kernels=_CLASSIC,
     states=MIXED_16,
     reduce_bytes=2,
@@ -113,9 +112,8 @@ _INTERNEVO_BROADCAST_S = 0.0026
 runs on 16 to 1,024 ranks, in proportion to them: 1.3 s of 5.5 at 512."""
 _UNSHARDED_STEP = 4 + 4
 """DeepSpeed without ZeRO converts each fp16 gradient to fp32 and then copies all into one (fp16/fused_optimizer.py)."""
-_AA_EXECUTION = replace(_DEEPSPEED, kernels=_AA_SCALING, reduce_bytes=4, bucket_bytes=0, step_shard_bytes=4)
+_AA_EXECUTION = replace(DEEPSPEED_ZERO_1, kernels=_AA_SCALING, reduce_bytes=4, bucket_bytes=0, step_shard_bytes=4)
 """Its ZeRO 1 steps on an fp32 copy of the gradients of its own part (core/optimizer/parameter_group.py)."""
-_ONEFLOW = replace(_DEEPSPEED, kept_transfers=0, bucket_bytes=0, step_shard_bytes=0)
 _MEGATRON_LM = Execution(
     kernels=_CLASSIC,
     accumulation_bytes=ADDED_APART,
@@ -125,15 +123,6 @@ _MEGATRON_LM = Execution(
 )
 """Until the version of sequence parallelism (3.0, 2022), whose products of gradients add them to those of a step
 (mpu/layers.py, LinearWithGradAccumulationAndAsyncCommunication)."""
-_CORE = Framework(execution=MEGATRON.execution, engine=MEGATRON.name, has_te=True)
-_PRIMUS = replace(MEGATRON.execution, kernels=replace(KERNELS, expert_copies=0))
-"""Tokens are put in order in one kernel (``moe_permute_fusion``) and dealt out evenly
-(examples/megatron/configs/MI355X/deepseek_v2_lite-BF16-pretrain.yaml)."""
-_NEMO = Framework(
-    execution=MEGATRON_BRIDGE.execution, engine=MEGATRON_BRIDGE.name, default_sp=True, default_zero=1, imbalance=1.0
-)
-"""Its performance recipes force routing to be even, have sp on and a distributed optimizer
-(distributed_fused_adam_with_cosine_annealing)."""
 _NANOTRON = Execution(
     kernels=_NANOTRON_KERNELS,
     accumulation_bytes=ADDED_APART,
@@ -147,49 +136,67 @@ _NANOTRON = Execution(
 )
 """ZeRO 1 gathers all new parameters in one tensor and copies them from there (distributed.py, all_gather_coalesced)."""
 
+
+def _own(name: str, execution: Execution, **others: Any) -> tuple[str, Framework]:
+    """A framework that the product does not have, whose engine has the options of Megatron-LM's script."""
+    engine = replace(MEGATRON, name=name, capabilities=NATIVE.capabilities, execution=execution)
+    return name, Framework(engine=engine, **others)
+
+
+CUDA_GRAPHS = "cuda-graphs"
+_CORE = Framework(engine=MEGATRON, has_te=True)
+_GRAPHED = replace(MEGATRON_BRIDGE, options={**MEGATRON_BRIDGE.options, CUDA_GRAPHS: MEGATRON.options[CUDA_GRAPHS]})
+_NEMO = Framework(engine=_GRAPHED.with_options([BALANCED]), default_sp=True, default_zero=1)
+"""Its performance recipes force routing to be even, have sp on and a distributed optimizer
+(distributed_fused_adam_with_cosine_annealing)."""
+_PRIMUS = replace(MEGATRON.with_kernels(expert_copies=0), options=OPTIONS).with_options([BALANCED])
+"""Tokens are put in order in one kernel (``moe_permute_fusion``) and dealt out evenly
+(examples/megatron/configs/MI355X/deepseek_v2_lite-BF16-pretrain.yaml). Its fused loss is Transformer Engine's
+(``cross_entropy_fusion_impl``), which works in place as the usual one does."""
 _BEFORE_HOPPER = ("A100", "A800", "V100")
 _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
-    ("aa-scaling", Framework(execution=_AA_EXECUTION)),
-    ("megatron-deepspeed", Framework(execution=_DEEPSPEED)),
-    ("deepspeed zero-3", Framework(execution=replace(DEEPSPEED.execution, kernels=_CLASSIC), engine=DEEPSPEED.name)),
+    _own("aa-scaling", _AA_EXECUTION),
+    _own("megatron-deepspeed", DEEPSPEED_ZERO_1),
+    ("deepspeed zero-3", Framework(engine=DEEPSPEED.executing(kernels=_CLASSIC))),
     ("megatron-lm 23e00ed0", _CORE),
-    ("megatron-lm (2022)", Framework(execution=replace(_MEGATRON_LM, accumulation_bytes=6))),
-    ("megatron-lm", Framework(execution=_MEGATRON_LM)),
+    _own("megatron-lm (2022)", replace(_MEGATRON_LM, accumulation_bytes=6)),
+    _own("megatron-lm", _MEGATRON_LM),
     ("megatron-core", _CORE),
     ("megatron-bridge", _NEMO),
-    ("nemo automodel", Framework(execution=AUTOMODEL.execution, engine=AUTOMODEL.name, default_remat=None)),
+    ("nemo automodel", Framework(engine=AUTOMODEL, default_remat=None)),
     ("nemo", _NEMO),
-    ("primus", Framework(execution=_PRIMUS, engine=MEGATRON.name, has_te=True, imbalance=1.0)),
-    ("maxtext", Framework(execution=Execution(kernels=FUSED, eager_launch=False), default_remat=Remat.FULL)),
-    ("llm-foundry", Framework(execution=Execution(kernels=_MPT))),
-    (
-        "torchtitan",
-        Framework(
-            execution=TORCHTITAN.execution,
-            engine=TORCHTITAN.name,
-            default_sp=True,
-            expands_segments=True,  # run_train.sh
-            pipes_whole=True,
-        ),
-    ),
-    ("nanotron", Framework(execution=_NANOTRON, balances_by_flop=True, reports="first")),
-    ("ibm fms-fsdp", Framework(execution=Execution(kernels=_FSDP_EAGER, reduce_bytes=2))),
-    (
+    ("primus", replace(_CORE, engine=_PRIMUS)),
+    _own("maxtext", Execution(kernels=FUSED, eager_launch=False), default_remat=Remat.FULL),
+    _own("llm-foundry", Execution(kernels=_MPT)),
+    ("torchtitan", Framework(engine=TORCHTITAN, default_sp=True, expands_segments=True)),  # run_train.sh
+    _own("nanotron", _NANOTRON, balances_by_flop=True, reports="first"),
+    _own("ibm fms-fsdp", Execution(kernels=_FSDP_EAGER, reduce_bytes=2)),
+    _own(
         "internevo",
-        Framework(
-            execution=replace(_DEEPSPEED, kernels=FUSED, overlaps_data=True),
-            shard_broadcast_s=_INTERNEVO_BROADCAST_S,
-        ),
+        replace(DEEPSPEED_ZERO_1, kernels=FUSED, overlaps_data=True),
+        shard_broadcast_s=_INTERNEVO_BROADCAST_S,
     ),
-    ("kempnerforge", Framework(execution=Execution(kernels=_FSDP_EAGER), default_sp=True)),
-    ("pytorch fsdp", Framework(execution=Execution(kernels=EAGER, reduce_bytes=2))),
-    (
-        "colossal-ai",
-        Framework(execution=replace(_DEEPSPEED, kernels=_FSDP_EAGER, overlaps_data=True, bucket_bytes=0)),
-    ),
-    ("oneflow", Framework(execution=_ONEFLOW)),
+    _own("kempnerforge", Execution(kernels=_FSDP_EAGER), default_sp=True),
+    _own("pytorch fsdp", Execution(kernels=EAGER, reduce_bytes=2)),
+    _own("colossal-ai", replace(DEEPSPEED_ZERO_1, kernels=_FSDP_EAGER, overlaps_data=True, bucket_bytes=0)),
+    _own("oneflow", replace(DEEPSPEED_ZERO_1, kept_transfers=0, bucket_bytes=0, step_shard_bytes=0)),
 )
 """The beginning of a framework's name, the longer before the shorter one."""
+_OPTIONS = (
+    ("alltoall", "moe_dispatcher", "^(alltoall|local)"),
+    ("allgather", "moe_dispatcher", "^allgather"),
+    ("deepep", "moe_dispatcher", "deepep|hybridep"),
+    (BALANCED, "moe_balance", "(?<!not )forced"),
+    (BALANCED, "notes", "the example command forces it"),  # of a repository whose rows name no balance
+    ("fused-loss", "options", "fused cross entropy"),
+    ("tp-overlap", "overlap", "async tp|tp userbuffers|tp comm"),
+    ("ep-overlap", "overlap", "ep all-to-all"),
+    (CUDA_GRAPHS, "cuda_graph", "."),
+    ("fp8-parameters", "precision", "fp8 parameters"),
+    (COMPILED, "compile", "true"),
+    (ASYNC_TP, "overlap", "async tp"),
+)
+"""Options of the product's engines, each with the column of a row and the words in it that say that it is on."""
 
 
 _SUMS_OF_KERNELS = ("VIA-Research/vTrain:data/ground_truth_single.csv",)
@@ -206,7 +213,7 @@ runs; aleph_alpha, 64), at 0.50 for the second (aleph_alpha, 159; torchtitan, 5)
 
 
 def framework_of(run: PublishedRun) -> Framework | None:
-    """The framework of a run with what the row itself says of kernels, precision and overlap; None if not known."""
+    """The framework of a run, its engine with the options that the row names; None if it is not known."""
     name = run.text("framework").lower()
     found = next((value for start, value in _FRAMEWORKS if name.startswith(start)), None)
     if found is None:
@@ -215,11 +222,21 @@ def framework_of(run: PublishedRun) -> Framework | None:
         found = replace(found, pads_vocab=False, rates=_NOT_IN_SUMS)
     if "attentionv1" in run.text("attention") or "triton flash" in run.text("attention"):
         found = replace(found, rates=(*found.rates, ("attention", _FIRST_FLASH)))
-    execution = _execution(run, found.execution, found.zero_stage(run))
+    if "Megatron-FSDP" in run.text("options"):
+        found = replace(found, engine=MEGATRON_FSDP)
+    engine = _special(run, _with_options(run, found.engine), found.zero_stage(run))
     if not found.expands_segments:
-        execution = replace(execution, reserve=FIXED_SEGMENTS_RESERVE)
+        engine = engine.executing(reserve=FIXED_SEGMENTS_RESERVE)
     reports: Reports = "last" if "of the last rank" in run.text("mem_kind") else found.reports
-    return replace(found, execution=execution, reports=reports, has_te=found.has_te and not _is_local(run))
+    return replace(found, engine=engine, reports=reports, has_te=found.has_te and not _is_local(run))
+
+
+def _with_options(run: PublishedRun, engine: Engine) -> Engine:
+    known = (TITAN if engine is TORCHTITAN else engine).options.keys() - {*options_in(engine.name)}
+    said = [name for name, column, words in _OPTIONS if name in known and re.search(words, run.text(column).lower())]
+    if engine is TORCHTITAN:
+        return torchtitan_of(run.text("framework"), said, levers_of(run))
+    return engine.running(levers_of(run)).with_options(tuple(said))
 
 
 def _is_local(run: PublishedRun) -> bool:
@@ -241,14 +258,39 @@ def workspace_bytes(run: PublishedRun, framework: Framework) -> int:
     return SMALL_BYTES + 2 * of_torch + (0 if not framework.has_te else 4 * MIB if is_old else 32 * MIB)
 
 
-def has_loss_in_pieces(run: PublishedRun) -> bool:
-    """Whether a version of torchtitan has its loss in pieces: as it says, or since May 2026 (pull request 2937), but
-    for graph_trainer (3115)."""
-    name = run.text("framework").lower()
-    month = re.search(r"20\d\d-\d\d", name)
-    return "chunked" in name or ("graph_trainer" not in name and month is not None and month[0] >= "2026-05")
+TITAN = replace(TORCHTITAN, options={**TORCHTITAN.options, **OPTIONS})
+"""torchtitan with the ways of sending and balancing tokens that it has (``expert_parallel_comm_backend``, later
+``moe_comm_backend``; ``moe_force_load_balance``), which the product does not write."""
 
 
+def torchtitan_of(version: str, said: Sequence[str], levers: Levers = NO_LEVERS) -> Engine:
+    """torchtitan with options that a run names, as a version of it has them.
+
+    The loss is in pieces where the version says so, or since May 2026 (pull request 2937), but for graph_trainer
+    (3115). What is compiled has an eager loss until April 2025, where compiling it stands in comments as it "causes
+    CUDA errors", and eager routing until May 2026 (distributed/compile.py). Backends that run the captured graph as it
+    is, without inductor, fuse neither. What is not compiled has norms of several kernels until June 2025
+    (pytorch/pytorch pull request 153666).
+    """
+    version, plain = version.lower(), TITAN.execution.kernels
+    assert plain is not None, "of torchtitan"
+    month = (_MONTH.search(version) or [""])[0]
+    captures = any(name in version for name in ("graph_trainer", "aot_eager", "compiler toolkit"))
+    has_pieces = "chunked" in version or (month >= "2026-05" and "graph_trainer" not in version)
+    has_eager_loss = _LOSS_NOT_COMPILED.search(version) is not None
+    found = TITAN.running(levers).with_options((*([] if has_pieces else [WHOLE_LOSS]), *said))
+    is_compiled = COMPILED in said
+    fuses_routing = is_compiled and not captures and month >= "2026-06"
+    changes: dict[str, Any] = {"eager_routing": not fuses_routing and found.execution.dispatcher != "deep"}
+    if is_compiled and (captures or has_eager_loss):
+        changes |= {"loss": not has_eager_loss, "loss_bytes": plain.loss_bytes}
+    if not is_compiled and "" < month < "2025-07":
+        changes |= {"norm": False}
+    return found.with_kernels(**changes)
+
+
+_MONTH = re.compile(r"20\d\d-\d\d")
+_LOSS_NOT_COMPILED = re.compile(r"2024-|2025-0[1-4]|torch 2\.7")
 _MODULES: Mapping[str, Module] = {
     **{"core_attn": "core_attn", "layernorm": "layernorm", "norm": "layernorm", "mla_up_proj": "mla_up_proj"},
     **{"mlp": "mlp", "moe_act": "moe_act", "act": "moe_act"},
@@ -256,38 +298,79 @@ _MODULES: Mapping[str, Module] = {
 """What runs call the modules of a block that are computed again."""
 
 
-def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
-    attention = run.text("attention").lower()
-    if "rms kernel" in attention:
-        kernels = replace(kernels, norm=True)
-    elif run.text("framework").startswith("AA-"):
-        kernels = replace(kernels, norm=False)
+def _special(run: PublishedRun, engine: Engine, zero: int) -> Engine:
+    """The engine with what a row says of kernels, states and overlap that is no option of the product."""
+    name, precision = run.text("framework"), run.text("precision").lower()
+    changes: dict[str, Any] = {}
+    if (states := engine.execution.states) is not None:
+        frozen = 1 if _has_fp8_parameters(run) else states.frozen
+        changes |= {"states": replace(states, zero=zero, frozen=frozen) if zero < 3 else None}
+    if "pure" in precision:
+        changes |= {"reduce_bytes": 2}
+    if "bf16optimizer" in precision:
+        changes |= {"accumulation_bytes": ADDED_APART, "states": replace(KEPT_18, zero=zero), "reduce_bytes": 4}
+        changes |= {"step_shard_bytes": 0}
+    elif name.startswith("Megatron-DeepSpeed") and zero == 0:
+        changes |= {"step_shard_bytes": _UNSHARDED_STEP}
+    if name == "Megatron-LM (2022)":
+        changes |= {"hidden_collectives": _HIDDEN_IN_2022[run.text("sp") == "True"]}
+    if name == "nanotron" and zero == 0:
+        changes |= {"overlaps_data": True}
+    return engine.executing(**changes).with_kernels(**_kernels(run, engine.execution.kernels))
+
+
+def _kernels(run: PublishedRun, kernels: Kernels | None) -> dict[str, Any]:
+    assert kernels is not None, "rows have no modules that could be traced"
+    name, attention, options = run.text("framework"), run.text("attention").lower(), run.text("options")
+    found: dict[str, Any] = {}
+    if name.startswith("AA-"):
+        found |= {"norm": "rms kernel" in attention}
     if attention == "torch":
-        kernels = replace(kernels, attention="eager")
+        found |= {"attention": "eager"}
     elif attention == "fused" or attention.startswith(("unfused", "local (mcore)")) or "backend unfused" in attention:
-        kernels = replace(kernels, attention="fused softmax")
-    if run.text("framework") == "nanotron" and run.count("grad_accum") != 1:
+        found |= {"attention": "fused softmax"}
+    peak, kept = kernels.loss_bytes
+    if name == "nanotron" and run.count("grad_accum") != 1:
         # two fp32 copies of logits beside those of the microbatch before (tensor_parallel/functional.py, 2025)
-        peak, kept = kernels.loss_bytes
-        kernels = replace(kernels, loss_bytes=(peak + kept, kept))
-    if run.text("framework").startswith("Megatron-Core"):
-        kernels = _megatron_core_kernels(run, kernels)
-    if "fp8 activation input store" in run.text("options") or _has_fp8_parameters(run):
-        kernels = replace(kernels, activation_bytes=1)
-    if run.text("compile") == "True":
-        kernels = compiled(kernels)
+        found |= {"loss_bytes": (peak + kept, kept)}
+    if name.startswith("Megatron-Core"):  # whose models of GPT-3's form have its dropout
+        more = kept * (run.count("mtp_layers") or 0) + (4 if "deferred embedding wgrad" in run.text("overlap") else 0)
+        found |= {"loss_bytes": (peak + more, kept + more), "dropout": run.text("mlp_type") == "gelu"}
+        found |= {"norm": "no persistent layer norm" not in options}
+    if "fp8 activation input store" in options or _has_fp8_parameters(run):
+        found |= {"activation_bytes": 1}
     if run.text("act_ckpt") == "selective":
-        named = tuple(
-            module
-            for word, module in _MODULES.items()
-            if word in re.findall(r"\w+", run.text("act_ckpt_detail").lower())
-        )
-        kernels = replace(kernels, selective=named or ("core_attn",))
-    if run.text("framework").startswith("torchtitan"):
-        kernels = _torchtitan_kernels(run, kernels)
+        found |= _selective(run)
+    if _is_local(run):
+        found |= {"of_each_expert": 0}
     if "sequential" in run.text("moe_dispatcher"):
-        return replace(kernels, of_each_expert=4)  # two products, an activation, a slice
-    return replace(kernels, of_each_expert=0) if _is_local(run) else kernels
+        found |= {"of_each_expert": 4}  # two products, an activation, a slice
+    return found
+
+
+def _selective(run: PublishedRun) -> dict[str, Any]:
+    """What selective remat computes again: modules by name, or torchtitan's by operation, of which its pass over graphs
+    keeps all since April 2026 (graph_trainer/passes.py)."""
+    name, detail = run.text("framework"), run.text("act_ckpt_detail").lower()
+    if name.startswith("torchtitan"):
+        month = _MONTH.search(name)
+        keeps_all = detail == "graph pass" and month is not None and month[0] > "2026-03"
+        return {"selective": "no matmul"} if keeps_all else {}
+    words = re.findall(r"\w+", detail)
+    return {"selective": tuple(module for word, module in _MODULES.items() if word in words) or ("core_attn",)}
+
+
+_HIDDEN_IN_2022 = {True: 1 / 4, False: 1 / 3}
+"""Part of the communication of tensor parallelism that Megatron-LM 3.0 hides, with sequence parallelism and without:
+behind gradients of weights it reduces those of inputs (LinearWithGradAccumulationAndAsyncCommunication), two of eight
+collectives of a block, or two of six all-reduces of one that is computed again."""
+
+
+def _has_fp8_parameters(run: PublishedRun) -> bool:
+    """Whether what adapters stand beside is kept in 8 bits, and what an activation reads likewise (``FP8_ACTIVATION``
+    of all scripts that were found)."""
+    is_mlperf = "MLPerf" in run.text("framework")
+    return bool(run.count("lora")) and is_mlperf and any(each in run.text("precision") for each in ("fp8", "fp4"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,18 +386,9 @@ class GatheredFloat8(Float8):
         return replace(effects, low_precision=low)
 
 
-_GRAPHS = ("full", "full iteration", "per layer")
-"""CUDA graphs of all that a step launches, or of every layer."""
 _LORA_DROPOUT = 0.1
 """Of MLPerf's runs, as ``target_modules: ['attention']`` and ``fp8_params`` beside fp8
 (megatron_gpt_peft_tuning_config.yaml of mlcommons/training_results_v5.1, AMD, 4da2d1c)."""
-
-
-def _has_fp8_parameters(run: PublishedRun) -> bool:
-    """Whether what adapters stand beside is kept in 8 bits, and what an activation reads likewise (``FP8_ACTIVATION``
-    of all scripts that were found)."""
-    is_mlperf = "MLPerf" in run.text("framework")
-    return bool(run.count("lora")) and is_mlperf and any(each in run.text("precision") for each in ("fp8", "fp4"))
 
 
 def _lora_of(run: PublishedRun) -> Train:
@@ -345,128 +419,3 @@ def precision_of(run: PublishedRun) -> Precision:
     if precision.startswith("fp16") or "v100" in run.text("gpu").lower():
         return "fp16"
     return "nvfp4" if "fp4" in precision else "fp8" if "fp8" in precision else "bf16"
-
-
-def _megatron_core_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
-    """What a run's switches make of Megatron-Core's kernels; models of GPT-3's form have its dropout."""
-    peak, kept = (14, 4) if "fused cross entropy" in run.text("options") else kernels.loss_bytes
-    more = kept * (run.count("mtp_layers") or 0) + (4 if "deferred embedding wgrad" in run.text("overlap") else 0)
-    return replace(
-        kernels,
-        norm="no persistent layer norm" not in run.text("options"),
-        loss_bytes=(peak + more, kept + more),
-        dropout=run.text("mlp_type") == "gelu",
-    )
-
-
-def compiled(kernels: Kernels) -> Kernels:
-    """Kernels as ``torch.compile`` fuses them."""
-    return replace(kernels, norm=True, rotary=True, activation=True, loss=True)
-
-
-_UNFUSED = ("graph_trainer", "aot_eager", "compiler toolkit")
-"""Backends of torch.compile in torchtitan that run the captured graph as it is, without inductor."""
-_COMPILED_LOSS_BYTES = (4, 2)
-"""Bytes of a logit at most, and kept, of a loss that inductor makes one kernel of."""
-_LOSS_NOT_COMPILED = re.compile(r"2024-|2025-0[1-4]|torch 2\.7")
-"""Versions in which compiling the loss stands in comments, as it "causes CUDA errors"."""
-
-
-def with_compiled_loss(kernels: Kernels, version: str) -> Kernels:
-    """Return the kernels of torchtitan, compiled, with the loss as a version has it: eager until April 2025, and then
-    in one kernel, but for those that capture a graph, which keep logits and gradients in 32 bits."""
-    if _LOSS_NOT_COMPILED.search(version):
-        return replace(kernels, loss=False)
-    return kernels if "graph" in version else replace(kernels, loss_bytes=_COMPILED_LOSS_BYTES)
-
-
-def compiles_all(run: PublishedRun) -> bool:
-    """Whether inductor compiles blocks and loss of a run of torchtitan."""
-    return _has_inductor(run) and not _LOSS_NOT_COMPILED.search(run.text("framework").lower())
-
-
-def _has_inductor(run: PublishedRun) -> bool:
-    name = run.text("framework").lower()
-    return run.text("compile") == "True" and ("inductor" in name or not any(each in name for each in _UNFUSED))
-
-
-def _torchtitan_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
-    """Torchtitan's kernels under a run's version and switches.
-
-    Inductor makes one kernel of the loss, with logits and their gradients in 16 bits, and of routing where it compiles
-    blocks with experts in one piece (distributed/compile.py; of 2025 it did not). Selective remat repeats every second
-    matmul by operation; the pass over graphs did so at first, and now keeps all (graph_trainer/passes.py).
-    """
-    name, detail = run.text("framework").lower(), run.text("act_ckpt_detail").lower()
-    month = re.search(r"20\d\d-\d\d", name)
-    is_fused = _has_inductor(run)
-    if not has_loss_in_pieces(run):
-        kernels = replace(kernels, loss_pieces=1)
-    if is_fused:
-        kernels = with_compiled_loss(kernels, name)
-    if _dispatcher(run, Execution()) == "deep" or (is_fused and month is not None and month[0] >= "2026-06"):
-        kernels = replace(kernels, eager_routing=False)
-    if run.text("act_ckpt") == "selective" and (detail == "graph pass" or "op" in detail):
-        keeps_all = detail == "graph pass" and month is not None and month[0] > "2026-03"
-        kernels = replace(kernels, selective="no matmul" if keeps_all else "half of the matmuls")
-    return kernels
-
-
-def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
-    precision, execution = run.text("precision").lower(), _overlapped(run, execution, zero)
-    if execution.states is not None and zero < 3:
-        execution = replace(execution, states=replace(execution.states, zero=zero))
-    else:
-        execution = replace(execution, states=None)
-    assert execution.kernels is not None, "rows have no modules that could be traced"
-    kernels = _kernels(run, execution.kernels)
-    if execution.states is not None and _has_fp8_parameters(run):
-        execution = replace(execution, states=replace(execution.states, frozen=1))
-    if run.text("cuda_graph") in _GRAPHS:
-        execution = replace(execution, eager_launch=False)
-    execution = replace(execution, kernels=kernels, dispatcher=_dispatcher(run, execution))
-    if "fp8 parameters" in precision:
-        execution = replace(execution, low_copies=0)  # the parameters are those copies
-    if "pure" in precision:
-        execution = replace(execution, reduce_bytes=2)
-    if "bf16optimizer" in precision:
-        execution = replace(
-            execution,
-            accumulation_bytes=ADDED_APART,
-            states=replace(KEPT_18, zero=zero),
-            reduce_bytes=4,
-            step_shard_bytes=0,
-        )
-    elif run.text("framework").lower().startswith("megatron-deepspeed") and zero == 0:
-        execution = replace(execution, step_shard_bytes=_UNSHARDED_STEP)
-    return execution
-
-
-_HIDDEN = 0.5
-"""Part of the communication of tensor or expert parallelism that runs beside compute where a row says so."""
-_HIDDEN_IN_2022 = {True: 1 / 4, False: 1 / 3}
-"""The same of Megatron-LM 3.0, with sequence parallelism and without: behind gradients of weights it reduces those of
-inputs (LinearWithGradAccumulationAndAsyncCommunication), two of eight collectives of a block, or two of six all-reduces
-of one that is computed again."""
-
-
-def _overlapped(run: PublishedRun, execution: Execution, zero: int) -> Execution:
-    """The execution with what the row says runs beside what."""
-    overlap = run.text("overlap").lower()
-    if run.text("framework") == "Megatron-LM (2022)":
-        execution = replace(execution, hidden_collectives=_HIDDEN_IN_2022[run.text("sp") == "True"])
-    if any(words in overlap for words in ("async tp", "tp userbuffers", "tp comm")):
-        execution = replace(execution, hidden_collectives=_HIDDEN)
-    if "ep all-to-all" in overlap:
-        execution = replace(execution, hidden_exchanges=_HIDDEN)
-    if "grad" in overlap or (run.text("framework") == "nanotron" and zero == 0):
-        execution = replace(execution, overlaps_data=True)
-    return execution
-
-
-def _dispatcher(run: PublishedRun, execution: Execution) -> Dispatcher:
-    text = run.text("moe_dispatcher").lower()
-    if not text:
-        return execution.dispatcher
-    deep = any(word in text for word in ("deepep", "hybridep"))
-    return "deep" if deep else "all-gather" if text.startswith("allgather") else "all-to-all"

@@ -10,36 +10,30 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 from published_runs.frameworks import Framework, Reports, framework_of, levers_of, precision_of, workspace_bytes
 from published_runs.rows import PublishedRun
-from steelyard.cost.decoder import DecoderShape, Latent, decoder_layer
-from steelyard.cost.decoder_experts import Experts
+from steelyard.cost.decoder import DecoderShape, decoder_layer
 from steelyard.cost.efficiency import Efficiency
-from steelyard.cost.job import DeviceGroup, Job, tuned_over_experts
+from steelyard.cost.job import ASSUMED_IMBALANCE, DeviceGroup, Job, tuned_over_experts
 from steelyard.cost.kernels import kernels_of
+from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Kernels
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, Link
-from steelyard.hardware.files import default_links, find_device, find_link
-from steelyard.hardware.values import Device, NodeGroup
+from steelyard.hardware import Cluster, Link, parse_cluster
+from steelyard.hardware.files import default_links, find_link
 from steelyard.levers import Effects
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.split import BlockCall, ModelSplit, SplitLayerType
-from steelyard.plan.dimensions import CP, DP, FSDP, TP
-from steelyard.plan.dimensions.dimension import Level
-from steelyard.plan.plan import Plan, PlanModel
-from steelyard.plan.stages import StagePart, fold_runs, stages_of
-from steelyard.plan.strategy import Remat, Strategy
+from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import Remat
+from steelyard.planning.settings import Settings, plan_of_settings
 from steelyard.profiles.profile import Profile, ProfileIdentity
-from steelyard.schedules import Schedule
 from steelyard.schedules.gpipe import GPIPE
-from steelyard.schedules.interleaved import INTERLEAVED_1F1B
-from steelyard.schedules.one_f_one_b import ONE_F_ONE_B
 from steelyard.units import GB
 
 _GATED = {"swiglu": True, "geglu": True, "gelu": False, "squared_relu": False}
@@ -96,37 +90,43 @@ def _case(run: PublishedRun) -> Case:
     framework = framework_of(run)
     if framework is None:
         raise _SkipError(f"framework not known: {run.text('framework') or 'none given'}")
-    degrees = _degrees(run)
-    shape = _shape(run, degrees, framework)
-    cluster = _cluster(run)
+    settings, cluster = _settings(run, framework), _cluster(run)
+    model = _model(run, framework, settings)
     precision, levers = precision_of(run), levers_of(run)
-    chain = levers.change(_chain(shape))
-    strategy, framework = _strategy(run, framework, degrees, shape)
-    engine = replace(NATIVE, name=run.text("framework"), execution=framework.execution, precisions=(precision,))
-    imbalance = _imbalance(run, framework)
+    engine = _sharding(run, framework, settings)
     kernels, slowdown = kernels_of(engine, precision), tuned_over_experts(engine, cluster.device)
     assert kernels is not None, "of every framework here"
-    profile = _profile(shape, kernels, degrees.tp, bool(strategy.mode("sp")), imbalance, slowdown, levers.effects)
+    imbalance = 1.0 if engine.execution.balances_experts else ASSUMED_IMBALANCE
+    profile = _profile(model, kernels, settings.tp, settings.sp, imbalance, slowdown, levers.effects)
     job = Job(
-        chain=chain,
+        chain=levers.change(model.chain),
         groups=(DeviceGroup(profile=profile, cluster=cluster, budget_bytes=cluster.device.known_memory_bytes()),),
-        seq_len=shape.decoder.seq_len,
-        global_batch=degrees.global_batch,
+        seq_len=model.shape.seq_len,
+        global_batch=_needed(run, "gbs"),
         precision=precision,
         engine=engine,
         imbalance=imbalance,
         levers=levers,
     )
-    plan = _plan(job, degrees, strategy, shape, framework, run)
     case = Case(
         run=run,
         job=job,
-        plan=plan,
+        plan=_plan(job, replace(settings, blocks=_blocks(model, framework, settings))),
         reports=framework.reports,
         workspace_bytes=workspace_bytes(run, framework),
         rates=framework.rates,
     )
     return replace(case, job=case.timed_at(job.efficiency)) if case.rates else case
+
+
+def _plan(job: Job, settings: Settings) -> Plan:
+    """The plan of a run, in the form of our own runtime where the product does not plan such runs for the engine."""
+    try:
+        return plan_of_settings(job, settings)
+    except UserError as error:
+        if error.field != "--engine":
+            raise
+        return plan_of_settings(replace(job, engine=replace(job.engine, capabilities=NATIVE.capabilities)), settings)
 
 
 def _refuse_what_is_not_modelled(run: PublishedRun) -> None:
@@ -142,20 +142,6 @@ def _refuse_what_is_not_modelled(run: PublishedRun) -> None:
         raise _SkipError("fp32 or TF32, which of them is not stated")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Degrees:
-    devices: int
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    etp: int
-    chunks: int
-    dp: int
-    microbatches: int
-    global_batch: int
-
-
 def _needed(run: PublishedRun, column: str) -> int:
     value = run.count(column)
     if value is None:
@@ -163,159 +149,174 @@ def _needed(run: PublishedRun, column: str) -> int:
     return value
 
 
-def _degrees(run: PublishedRun) -> _Degrees:
-    devices, tp, pp = (_needed(run, column) for column in ("gpus", "tp", "pp"))
-    samples, batch, cp = _needed(run, "mbs"), _needed(run, "gbs"), run.count("cp") or 1
-    if devices % (tp * pp * cp):
-        raise _SkipError("tp × pp × cp does not divide the devices")
-    dp = devices // (tp * pp * cp)
-    if batch % (samples * dp):
-        raise _SkipError("microbatch × dp does not divide the global batch")
-    return _Degrees(
-        devices=devices,
+def _settings(run: PublishedRun, framework: Framework) -> Settings:
+    """The settings of a run, with the framework's defaults where it says nothing."""
+    tp, pp, cp = _needed(run, "tp"), _needed(run, "pp"), run.count("cp") or 1
+    ep, micro_batch, zero = run.count("ep") or 1, _needed(run, "mbs"), framework.zero_stage(run)
+    dp, shards = _needed(run, "gpus") // (tp * pp * cp), max(1, (run.count("dp_shard") or 1) // cp)
+    experts = ep * _etp(run, tp)
+    if ep > 1 and experts < tp:
+        raise _SkipError(f"experts over {experts} ranks beside tp {tp}")
+    vpp = (run.count("vpp") or 1) if pp > 1 else 1
+    is_short = vpp == 1 < pp and _needed(run, "gbs") < micro_batch * dp * pp
+    remat, first_blocks = _remat(run, framework)
+    return Settings(
         tp=tp,
-        pp=pp,
         cp=cp,
-        ep=run.count("ep") or 1,
-        etp=run.count("etp") or (tp if (run.count("ep") or 1) == 1 else 1),
-        chunks=(run.count("vpp") or 1) if pp > 1 else 1,
-        dp=dp,
-        microbatches=batch // (samples * dp),
-        global_batch=batch,
+        pp=pp,
+        vpp=vpp,
+        ep=experts if experts > tp else 1,
+        replicas=dp // shards if shards > 1 else 1,
+        schedule=GPIPE.name if is_short else None,  # whose passes 1F1B does with fewer microbatches than stages
+        micro_batch=micro_batch,
+        zero=zero,
+        sp=tp > 1 and (run.text("sp") == "True" if run.text("sp") else framework.default_sp),
+        remat=remat,
+        remat_blocks=first_blocks,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
-    """A decoder with its number of blocks, and where some have experts, of those before them that have none."""
-
-    decoder: DecoderShape
-    num_layers: int
-    dense_blocks: int
-    tied: Literal["no", "on one rank", "across stages"]
+def _etp(run: PublishedRun, tp: int) -> int:
+    """Ranks that divide each expert's matrices."""
+    return run.count("etp") or (tp if (run.count("ep") or 1) == 1 else 1)
 
 
-def _shape(run: PublishedRun, degrees: _Degrees, framework: Framework) -> _Shape:
+def _sharding(run: PublishedRun, framework: Framework, settings: Settings) -> Engine:
+    """The engine with the ranks of a run that share optimizer states."""
+    engine, shards = framework.engine, run.count("dp_shard")
+    if settings.zero != 1:
+        return engine
+    data = _needed(run, "gpus") // (settings.tp * settings.pp)
+    if engine.execution.keeps_own_buffers and shards not in (None, data):
+        engine = engine.executing(shard_degree=shards)
+    return engine.executing(step_s=framework.shard_broadcast_s * (shards or data))
+
+
+_FIRST_BLOCKS = re.compile(r"block (\d+) layers")
+"""Megatron's block recomputation: so many blocks, the first ones of each stage."""
+
+
+def _remat(run: PublishedRun, framework: Framework) -> tuple[Remat, int | None]:
+    """What the row says of recomputation, or the framework's default, and the number of blocks where not all."""
+    text, detail = run.text("act_ckpt") or str(framework.default_remat or ""), run.text("act_ckpt_detail")
+    if not text:
+        raise _SkipError("act_ckpt missing")
+    if text == Remat.SELECTIVE and "ratio not stated" in detail:
+        raise _SkipError("remat of some layers, how many is not stated")
+    if text not in set(Remat):
+        raise _SkipError(f"act_ckpt {text}")
+    first = _FIRST_BLOCKS.fullmatch(detail)
+    if detail.startswith("every k-th layer (repo default k=2"):
+        return Remat.FULL, _needed(run, "layers") // (2 * _needed(run, "pp"))  # every second takes what the first do
+    return Remat(text), int(first[1]) if first else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Model:
+    """A model as its sizes say, and its layers; one for each config (`_made`)."""
+
+    shape: DecoderShape
+    chain: ModelChain
+
+
+def _model(run: PublishedRun, framework: Framework, settings: Settings) -> _Model:
     if run.text("mlp_type") not in _GATED:
         raise _SkipError("mlp_type missing" if not run.text("mlp_type") else f"mlp_type {run.text('mlp_type')}")
-    hidden, heads, vocab = (_needed(run, column) for column in ("hidden", "heads", "vocab"))
-    padded = -(-vocab // (_VOCAB_MULTIPLE * degrees.tp)) * _VOCAB_MULTIPLE * degrees.tp
-    experts = _experts(run, degrees) if run.text("moe_experts") else None
-    dense_blocks = _needed(run, "moe_dense_layers") if experts else 0
-    is_tied = run.text("tied_emb") == "True"
-    decoder = DecoderShape(
-        hidden=hidden,
-        heads=heads,
-        kv_heads=run.count("kv_heads") or heads,
-        head_dim=run.count("head_dim") or hidden // heads,
-        ffn=_needed(run, "ffn") if dense_blocks or not experts else 0,
-        gated=_GATED[run.text("mlp_type")],
-        vocab=run.count("vocab_padded") or (padded if framework.pads_vocab else vocab // degrees.tp * degrees.tp),
-        seq_len=_needed(run, "seq_len"),
-        rotary=run.text("pos_emb") in {"rope", ""} and _GATED[run.text("mlp_type")],
-        own_head=not is_tied or degrees.pp > 1,
-        latent=_latent(run),
-        experts=experts,
-        shared_ffn=(run.count("moe_shared_ffn") or _shared_ffn(run)) if experts else 0,
-    )
-    return _Shape(
-        decoder=decoder,
-        num_layers=_needed(run, "layers") + (run.count("mtp_layers") or 0),
+    tp, vocab, heads = settings.tp, _needed(run, "vocab"), _needed(run, "heads")
+    padded = -(-vocab // (_VOCAB_MULTIPLE * tp)) * _VOCAB_MULTIPLE * tp
+    has_experts, is_tied = bool(run.text("moe_experts")), run.text("tied_emb") == "True"
+    dense_blocks = _needed(run, "moe_dense_layers") if has_experts else 0
+    config = {
+        "model_type": "llama",
+        "hidden_size": _needed(run, "hidden"),
+        "num_hidden_layers": _needed(run, "layers") + (run.count("mtp_layers") or 0),
+        "num_attention_heads": heads,
+        "num_key_value_heads": run.count("kv_heads") or heads,
+        "head_dim": run.count("head_dim") or _needed(run, "hidden") // heads,
+        "intermediate_size": _needed(run, "ffn") if dense_blocks or not has_experts else _needed(run, "hidden"),
+        "vocab_size": run.count("vocab_padded") or (padded if framework.pads_vocab else vocab // tp * tp),
+        "max_position_embeddings": _needed(run, "seq_len"),
+        "tie_word_embeddings": is_tied and settings.pp > 1,
+        **_latent(run),
+        **(_experts(run) if has_experts else {}),
+    }
+    etp = _etp(run, tp) if has_experts else 1
+    is_gated = _GATED[run.text("mlp_type")]
+    return _made(
+        tuple(config.items()),
         dense_blocks=dense_blocks,
-        tied="no" if not is_tied else "on one rank" if degrees.pp == 1 else "across stages",
+        etp=etp,
+        is_gated=is_gated,
+        is_rotary=is_gated and run.text("pos_emb") in {"rope", ""},
+        own_head=not is_tied or settings.pp > 1,
     )
 
 
-def _experts(run: PublishedRun, degrees: _Degrees) -> Experts:
-    if degrees.ep * degrees.etp < degrees.tp and degrees.ep > 1:
-        raise _SkipError(f"experts over {degrees.ep * degrees.etp} ranks beside tp {degrees.tp}")
-    return Experts(
-        count=_needed(run, "moe_experts"),
-        top_k=_needed(run, "moe_topk"),
-        ffn=_needed(run, "moe_ffn"),
-        etp=degrees.etp,
-    )
+def _experts(run: PublishedRun) -> dict[str, int]:
+    width = _needed(run, "moe_ffn")
+    return {
+        "num_experts": _needed(run, "moe_experts"),
+        "num_experts_per_tok": _needed(run, "moe_topk"),
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": run.count("moe_shared_ffn") or _needed(run, "moe_shared_experts") * width,
+    }
 
 
-def _shared_ffn(run: PublishedRun) -> int:
-    """The width of all experts together that every token takes, where the row counts experts of one width."""
-    return _needed(run, "moe_shared_experts") * _needed(run, "moe_ffn")
-
-
-def _latent(run: PublishedRun) -> Latent | None:
+def _latent(run: PublishedRun) -> dict[str, int]:
     keys = run.count("mla_kv_lora")
     if not keys:
         if run.text("model").lower().startswith(("deepseek-v", "deepseek_v", "kimi")):
             raise _SkipError("widths of latent attention missing")
-        return None
-    return Latent(
-        queries=run.count("mla_q_lora") or 0,
-        keys=keys,
-        plain=_needed(run, "mla_qk_nope"),
-        rotary=_needed(run, "mla_qk_rope"),
-        values=_needed(run, "mla_v_head"),
-    )
-
-
-_BY_EXAMPLE = "the example command forces it"
-"""What the notes say of rows that name no balance, of a repository whose command does."""
-
-
-def _imbalance(run: PublishedRun, framework: Framework) -> float:
-    """How many times the mean of tokens the fullest rank computes: even where routing is forced or padded to be."""
-    said = f"{run.text('moe_balance')} {run.text('overlap')} {run.text('notes').partition(_BY_EXAMPLE)[1]}"
-    is_even = any(word in said for word in ("forced", "padded", _BY_EXAMPLE))
-    return 1.0 if is_even and "not forced" not in run.text("moe_balance") else framework.imbalance
+        return {}
+    return {
+        "q_lora_rank": run.count("mla_q_lora") or 0,
+        "kv_lora_rank": keys,
+        "qk_nope_head_dim": _needed(run, "mla_qk_nope"),
+        "qk_rope_head_dim": _needed(run, "mla_qk_rope"),
+        "v_head_dim": _needed(run, "mla_v_head"),
+    }
 
 
 @cache
-def _chain(shape: _Shape) -> ModelChain:
-    """The model as a config that divides alike; a part of an expert's width counts as an expert of its own."""
-    decoder = shape.decoder
-    config: dict[str, object] = {
-        "model_type": "llama" if decoder.gated else "gpt_neox",
-        "hidden_size": decoder.hidden,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": decoder.heads,
-        "head_dim": decoder.head_dim,
-        "intermediate_size": decoder.ffn or decoder.hidden,
-        "vocab_size": decoder.vocab,
-        "max_position_embeddings": decoder.seq_len,
-        "tie_word_embeddings": shape.tied == "across stages",
-    }
-    if decoder.experts is not None:
-        config |= {
-            "model_type": "qwen3_moe",
-            "num_key_value_heads": decoder.heads,
-            "num_experts": decoder.experts.count * decoder.experts.etp,
-            "num_experts_per_tok": decoder.experts.top_k,
-            "moe_intermediate_size": decoder.experts.ffn,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": list(range(shape.dense_blocks)),
-        }
-    return chain_from_config(config, name="published", split=_split(shape))
+def _made(
+    entries: tuple[tuple[str, Any], ...],
+    *,
+    dense_blocks: int,
+    etp: int,
+    is_gated: bool,
+    is_rotary: bool,
+    own_head: bool,
+) -> _Model:
+    """The model of a config; a part of an expert's width counts as an expert of its own."""
+    config = dict(entries)
+    split = _split(config, dense_blocks, etp, is_gated=is_gated, is_rotary=is_rotary)
+    chain = chain_from_config(config, name="published", split=split)
+    shape = DecoderShape.of(chain, config["max_position_embeddings"])
+    assert shape is not None, "of heads"
+    experts = shape.experts and replace(shape.experts, etp=etp)
+    return _Model(shape=replace(shape, own_head=own_head, experts=experts), chain=chain)
 
 
-def _split(shape: _Shape) -> ModelSplit:
+def _split(config: dict[str, Any], dense_blocks: int, etp: int, *, is_gated: bool, is_rotary: bool) -> ModelSplit:
     """How such a model splits: embedding, blocks (dense ones first where others have experts), norm and projection."""
-    decoder = shape.decoder
-    heads, width = ((name, decoder.heads) for name in ("attention heads", KV_HEADS)), decoder.ffn or decoder.hidden
-    divides = (*heads, ("feed-forward width", width))
+    num_layers, num_heads, vocab = (config[name] for name in ("num_hidden_layers", "num_attention_heads", "vocab_size"))
+    heads = tuple((name, num_heads) for name in ("attention heads", KV_HEADS))
+    divides = (*heads, ("feed-forward width", config["intermediate_size"]))
     block = SplitLayerType(name="block", role=LayerRole.BLOCK, tp_divides=divides)
-    ends = [SplitLayerType(name=each.value, role=each, tp_divides=(("vocabulary", decoder.vocab),)) for each in _ENDS]
-    blocks, places = [block], [1] * shape.num_layers
-    if decoder.experts is not None:
-        experts = decoder.experts.count * decoder.experts.etp
-        sparse = block.model_copy(update={"tp_divides": (*divides[:2], ("experts", experts)), "num_experts": experts})
+    ends = [SplitLayerType(name=each.value, role=each, tp_divides=(("vocabulary", vocab),)) for each in _ENDS]
+    blocks, places = [block], [1] * num_layers
+    if "num_experts" in config:
+        experts = config["num_experts"] * etp
+        sparse = block.model_copy(update={"tp_divides": (*heads, ("experts", experts)), "num_experts": experts})
         blocks = [sparse]
-        if shape.dense_blocks:
+        if dense_blocks:
             named = {_DENSE: block, _SPARSE: sparse}
             blocks = [layer_type.model_copy(update={"name": name}) for name, layer_type in named.items()]
-            places = [1] * shape.dense_blocks + [2] * (shape.num_layers - shape.dense_blocks)
+            places = [1] * dense_blocks + [2] * (num_layers - dense_blocks)
     last = len(blocks) + 1
-    tied = ((0, "model.embed_tokens.weight"), (shape.num_layers + 1, "lm_head.weight"))
+    tied = ((0, "model.embed_tokens.weight"), (num_layers + 1, "lm_head.weight"))
     return ModelSplit(
-        model_type="llama",
+        model_type="llama" if is_gated else "gpt_neox",
         task=Task.CAUSAL_LM,
         embedding=("model.embed_tokens",),
         blocks="model.layers",
@@ -323,27 +324,26 @@ def _split(shape: _Shape) -> ModelSplit:
         kinds=(ends[0], *blocks, ends[1]),
         layers=(0, *places, last),
         call=BlockCall(),
-        hidden_size=decoder.hidden,
-        vocab_size=decoder.vocab,
-        max_seq_len=decoder.seq_len,
+        hidden_size=config["hidden_size"],
+        vocab_size=vocab,
+        max_seq_len=config["max_position_embeddings"],
         learned_positions=False,
-        rotary_size=decoder.head_dim,
+        rotary_size=config["head_dim"] if is_rotary else 0,
         rotary_by_attention=False,
         fused_attention=True,
-        shared=(tied,) if shape.tied == "across stages" else (),
+        shared=(tied,) if config["tie_word_embeddings"] else (),
     )
 
 
 @cache
 def _profile(
-    shape: _Shape, kernels: Kernels, tp: int, sp: bool, imbalance: float, slowdown: float, effects: Effects
+    model: _Model, kernels: Kernels, tp: int, sp: bool, imbalance: float, slowdown: float, effects: Effects
 ) -> Profile:
-    chain, low, adapters = _chain(shape), effects.low_precision, effects.adapters
     identity = ProfileIdentity(
         method="traced",
         model_name="published",
-        config_hash=chain.config_hash,
-        seq_len=shape.decoder.seq_len,
+        config_hash=model.chain.config_hash,
+        seq_len=model.shape.seq_len,
         precision="bf16",
         device="any",
         num_devices=1,
@@ -353,164 +353,38 @@ def _profile(
     )
     layers = (
         decoder_layer(
-            shape.decoder,
+            model.shape,
             kernels,
             each,
             tp=tp,
             sp=sp,
             imbalance=imbalance,
             slowdown=slowdown,
-            low=low,
-            adapters=adapters,
+            low=effects.low_precision,
+            adapters=effects.adapters,
         )
-        for each in chain.layer_types
+        for each in model.chain.layer_types
     )
     return Profile(identity=identity, layers=tuple(layers))
 
 
-def _strategy(run: PublishedRun, framework: Framework, degrees: _Degrees, shape: _Shape) -> tuple[Strategy, Framework]:
-    zero = framework.zero_stage(run)
-    shards = run.count("dp_shard")
-    execution = framework.execution
-    levels = []
-    if degrees.dp > 1:
-        sharded = not execution.keeps_own_buffers and zero >= 2
-        stated = None if shards is None else max(1, shards // degrees.cp)
-        group = stated if sharded and stated is not None and stated > 1 else degrees.dp
-        if degrees.dp % group:
-            raise _SkipError(f"shard groups of {group} of {degrees.dp} data ranks")
-        if group < degrees.dp:
-            levels.append(Level(dimension=DP, degree=degrees.dp // group))
-        levels.append(Level(dimension=FSDP if sharded else DP, degree=group))
-    if degrees.cp > 1:
-        levels.append(Level(dimension=CP, degree=degrees.cp))
-    if degrees.tp > 1:
-        levels.append(Level(dimension=TP, degree=degrees.tp))
-    if execution.keeps_own_buffers and shards not in (None, degrees.dp * degrees.cp) and zero == 1:
-        execution = replace(execution, shard_degree=shards)
-    if zero == 1:
-        num_shards = shards or degrees.dp * degrees.cp
-        execution = replace(execution, step_s=framework.shard_broadcast_s * num_shards)
-    fsdp = any(level.dimension is FSDP for level in levels)
-    has_sp = run.text("sp") == "True" if run.text("sp") else framework.default_sp
-    strategy = Strategy.of(
-        levels=tuple(levels),
-        remat=_remat(run, framework),
-        sp=degrees.tp > 1 and has_sp,
-        zero=1 if fsdp and framework.pipes_whole and degrees.pp > 1 else 2 if zero == 2 and fsdp else 3,
-        cp_method="ulysses" if run.text("cp_method") == "a2a" else "gather",
-        ep=_outside_tp(degrees) if shape.decoder.experts else 1,
-    )
-    return strategy, replace(framework, execution=execution)
-
-
-def _outside_tp(degrees: _Degrees) -> int:
-    """Data ranks that divide the experts, beside the tensor-parallel ranks that do."""
-    group = degrees.ep * degrees.etp
-    inside = min(degrees.tp, group)
-    if group % inside:
-        raise _SkipError(f"experts over {group} ranks beside tp {degrees.tp}")
-    return group // inside
-
-
-def _remat(run: PublishedRun, framework: Framework) -> Remat:
-    """What the row says of recomputation, or the framework's default."""
-    text = run.text("act_ckpt") or str(framework.default_remat or "")
-    if not text:
-        raise _SkipError("act_ckpt missing")
-    if _is_alternating(run):
-        return Remat.FULL
-    if text == Remat.SELECTIVE and "ratio not stated" in run.text("act_ckpt_detail"):
-        raise _SkipError("remat of some layers, how many is not stated")
-    if text not in set(Remat):
-        raise _SkipError(f"act_ckpt {text}")
-    return Remat(text)
-
-
-_FIRST_BLOCKS = re.compile(r"block (\d+) layers")
-"""Megatron's block recomputation: so many blocks, the first ones of each stage."""
-
-
-def _is_alternating(run: PublishedRun) -> bool:
-    """Whether every second block is recomputed in full, torchtitan's default where it goes by layers."""
-    return run.text("act_ckpt_detail").startswith("every k-th layer (repo default k=2")
-
-
-def _plan(
-    job: Job,
-    degrees: _Degrees,
-    strategy: Strategy,
-    shape: _Shape,
-    framework: Framework,
-    run: PublishedRun,
-) -> Plan:
-    chain, size = job.chain, degrees.devices // degrees.pp
-    bounds = _stage_bounds(shape, degrees.pp * degrees.chunks, by_flop=framework.balances_by_flop)
-    edge = replace(strategy, remat=Remat.NONE)
-    stages = []
-    for index, (first, end) in enumerate(pairwise(bounds)):
-        strategies = tuple(
-            each if chain.type_of(layer).num_experts else each.with_whole_experts()
-            for layer in range(first, end)
-            for each in (edge if _keeps_all(run, chain, layer, layer - max(first, 1)) else strategy,)
-        )
-        start = index % degrees.pp * size
-        stages.append(StagePart(ranks=(start, start + size - 1), runs=fold_runs(first, strategies)))
-    return Plan(
-        model=PlanModel(name=chain.name, config=dict(chain.config), config_hash=chain.config_hash, split=chain.split),
-        cluster=job.cluster.name,
-        seq_len=job.seq_len,
-        global_batch=job.global_batch,
-        num_microbatches=degrees.microbatches,
-        precision=job.precision,
-        engine=job.engine.name,
-        schedule=_schedule(degrees).name,
-        stages=stages_of(stages),
-    )
-
-
-def _keeps_all(run: PublishedRun, chain: ModelChain, layer: int, place: int) -> bool:
-    """Whether a layer, the block of a part of the pipeline in this place, is not computed again."""
-    if chain.type_of(layer).role is not LayerRole.BLOCK:
-        return True
-    first = _FIRST_BLOCKS.fullmatch(run.text("act_ckpt_detail"))
-    return place >= int(first[1]) if first else _is_alternating(run) and layer % 2 == 0
-
-
-def _schedule(degrees: _Degrees) -> Schedule:
-    """Interleaved where there are chunks; with fewer microbatches than stages 1F1B does the passes of GPipe."""
-    if degrees.chunks > 1:
-        return INTERLEAVED_1F1B
-    return ONE_F_ONE_B if degrees.microbatches >= degrees.pp else GPIPE
-
-
-def _stage_bounds(shape: _Shape, num_stages: int, *, by_flop: bool) -> tuple[int, ...]:
-    """First layer of each stage and the end: blocks divided evenly, or layers by their FLOP."""
-    num_layers = shape.num_layers + 2
-    if num_stages > num_layers:
+def _blocks(model: _Model, framework: Framework, settings: Settings) -> tuple[int, ...] | None:
+    """Blocks of each part of the pipeline where layers are cut by their FLOP, head included; every part has a layer."""
+    shape, num_parts, num_layers = model.shape, settings.pp * settings.vpp, model.chain.num_layers
+    if num_parts > num_layers:
         raise _SkipError("more stages than layers")
-    if by_flop or shape.num_layers < num_stages:
-        return _bounds_by_flop(shape, num_stages)
-    low, extra = divmod(shape.num_layers, num_stages)
-    bounds = [0]
-    for stage in range(num_stages - 1):
-        bounds.append(max(bounds[-1], 1) + low + (1 if stage < extra else 0))
-    return (*bounds, num_layers)
-
-
-def _bounds_by_flop(shape: _Shape, num_stages: int) -> tuple[int, ...]:
-    """Cuts after the layer at which the FLOP so far reach the stage's equal share; every stage has a layer."""
-    decoder = shape.decoder
-    block = decoder.hidden * (decoder.hidden * 4 + decoder.ffn * (3 if decoder.gated else 2))
-    costs = [0.0, *([float(block)] * shape.num_layers), float(decoder.hidden * decoder.vocab)]
-    share, bounds, spent = sum(costs) / num_stages, [0], 0.0
+    if not framework.balances_by_flop and num_parts <= num_layers - 2:
+        return None
+    block = shape.hidden * (shape.hidden * 4 + shape.ffn * (3 if shape.gated else 2))
+    costs = [0, *[block] * (num_layers - 2), shape.hidden * shape.vocab]
+    share, cuts, spent = sum(costs) / num_parts, [0], 0
     for layer, cost in enumerate(costs):
         spent += cost
-        stages_left = num_stages - len(bounds)
-        layers_left = len(costs) - layer - 1
-        if stages_left and (spent >= share * len(bounds) or layers_left == stages_left):
-            bounds.append(layer + 1)
-    return (*bounds, len(costs))
+        left = num_parts - len(cuts)
+        if left and (spent >= share * len(cuts) or num_layers - layer - 1 == left):
+            cuts.append(layer + 1)
+    ends = [max(cut - 1, 0) for cut in cuts] + [num_layers - 2]
+    return tuple(end - start for start, end in pairwise(ends))
 
 
 # hardware
@@ -543,28 +417,15 @@ _BITS = {"Gb": 1.0, "Tb": 1000.0, "GB": 8.0, "TB": 8000.0}
 
 
 def _cluster(run: PublishedRun) -> Cluster:
-    device = _device(run)
-    devices = _needed(run, "gpus")
+    name, devices = _device(run), _needed(run, "gpus")
     per_node = min(run.count("gpus_per_node") or 8, devices)
     if devices % per_node:
         raise _SkipError("devices are not whole nodes")
-    per_node = _on_one_switch(device.name, devices, per_node)
-    intra, inter = default_links(device.name, num_devices=devices)
-    if intra is not inter:
-        inter = _inter_link(run.text("inter_link"), inter, min(run.count("gpus_per_node") or 8, devices))
-    num_nodes = devices // per_node
-    return Cluster(
-        groups=(
-            NodeGroup(
-                name=f"{num_nodes}x{per_node}x{device.name}",
-                num_nodes=num_nodes,
-                devices_per_node=per_node,
-                device=device,
-                intra_link=intra,
-                inter_link=inter if num_nodes > 1 else None,
-            ),
-        )
-    )
+    switched = _on_one_switch(name, devices, per_node)
+    cluster = parse_cluster(f"{devices // switched}x{switched}x{name}")
+    if cluster.inter_link in (None, cluster.intra_link):
+        return cluster
+    return cluster.on(inter_link=_inter_link(run.text("inter_link"), cluster.inter_link, per_node))
 
 
 def _on_one_switch(device: str, devices: int, per_node: int) -> int:
@@ -578,13 +439,13 @@ def _on_one_switch(device: str, devices: int, per_node: int) -> int:
     return max(count for count in whole if is_joined(count))
 
 
-def _device(run: PublishedRun) -> Device:
+def _device(run: PublishedRun) -> str:
     memory = run.number("gpu_mem_gb")
     variants = _VARIANTS.get(run.text("gpu"), {})
     name = variants.get("" if memory is None else f"{memory:g}")
     if name is None:
         raise _SkipError(f"device not known: {run.text('gpu')} {run.text('gpu_mem_gb')}".strip())
-    return find_device(name)
+    return name
 
 
 def _inter_link(text: str, default: Link, per_node: int) -> Link:

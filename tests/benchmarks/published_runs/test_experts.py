@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from published_runs.forecast import Forecast, forecast
-from published_runs.frameworks import has_loss_in_pieces
+from published_runs.frameworks import framework_of, torchtitan_of
 from published_runs.rows import PublishedRun
 
 from steelyard.cost.predict import predict
@@ -130,16 +130,44 @@ def test_experts_do_not_gain_from_fast_linear_layers() -> None:
 
 
 def test_torchtitan_has_its_loss_in_pieces_since_a_month_or_where_it_says_so() -> None:
-    run = run_of("torchtitan")
     names = {
-        "torchtitan 9dec370 / torch 1963fc8 (2024-12)": False,
-        "torchtitan e23bb707d (2025-03), FSDP2, chunked cross entropy": True,
-        "torchtitan 58b034444 (2026-05), FSDP2": True,
-        "torchtitan 27aa49077 (2026-06), graph_trainer (aot_fx_trace)": False,
-        "torchtitan (FSDP2)": False,
+        "torchtitan 9dec370 / torch 1963fc8 (2024-12)": 1,
+        "torchtitan e23bb707d (2025-03), FSDP2, chunked cross entropy": 8,
+        "torchtitan 58b034444 (2026-05), FSDP2": 8,
+        "torchtitan 27aa49077 (2026-06), graph_trainer (aot_fx_trace)": 1,
+        "torchtitan (FSDP2)": 1,
     }
-    found = {name: has_loss_in_pieces(replace(run, cells={**run.cells, "framework": name})) for name in names}
-    assert found == names
+    kernels = {name: torchtitan_of(name, []).execution.kernels for name in names}
+    assert {name: each.loss_pieces for name, each in kernels.items() if each} == names
+
+
+@pytest.mark.parametrize(
+    ("version", "fuses"), [("torchtitan (2025-01)", False), ("torchtitan (2025-08)", True), ("torchtitan", True)]
+)
+def test_norms_that_are_not_compiled_are_one_kernel_since_july_2025(version: str, fuses: bool) -> None:
+    plain, compiled = (torchtitan_of(version, said).execution.kernels for said in ([], ["compile"]))
+    assert plain is not None
+    assert compiled is not None
+    assert (plain.norm, compiled.norm) == (fuses, True)
+
+
+@pytest.mark.parametrize(
+    ("framework", "cells", "engine"),
+    [
+        ("Megatron-Core, TE", {"moe_dispatcher": "allgather", "moe_balance": "forced"}, "megatron+allgather+balanced"),
+        ("Megatron-Core, TE", {"options": "fused cross entropy native"}, "megatron+fused-loss"),
+        ("Megatron-Core, TE", {"options": "Megatron-FSDP"}, "megatron-fsdp"),
+        ("Primus (Megatron-Core)", {"options": "manual gc, fused cross entropy"}, "megatron+balanced"),
+        ("NeMo 25.02", {"cuda_graph": "full", "overlap": "TP comm"}, "megatron-bridge+balanced+cuda-graphs"),
+        ("torchtitan (2026-07)", {"compile": "True", "overlap": "async TP"}, "torchtitan+compile+async-tp"),
+    ],
+)
+def test_what_a_row_switches_on_is_an_option_of_the_products_engine(
+    framework: str, cells: dict[str, str], engine: str
+) -> None:
+    found = framework_of(run_of(TITAN, framework=framework, **{"compile": "False", "overlap": ""} | cells))
+    assert found is not None
+    assert found.engine.name == engine
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,10 @@ def test_blocks_recompute_what_the_row_says(text: str, remat: Remat) -> None:
     assert case(VTRAIN, act_ckpt=text).plan.strategies[1].remat is remat
 
 
-def test_every_second_block_is_recomputed_where_the_row_says_so() -> None:
+def test_half_of_the_blocks_are_recomputed_where_the_row_says_every_second() -> None:
     detail = "every k-th layer (repo default k=2; k not stated)"
     remats = [each.remat for each in case("torchtitan", act_ckpt="selective", act_ckpt_detail=detail).plan.strategies]
-    assert remats[1:5] == [Remat.FULL, Remat.NONE, Remat.FULL, Remat.NONE]
+    assert Counter(remats[1:-1]) == {Remat.FULL: 16, Remat.NONE: 16}
 
 
 def test_what_a_row_leaves_open_is_the_frameworks_default() -> None:
@@ -71,7 +71,7 @@ def test_a_tied_matrix_across_stages_is_exchanged() -> None:
 @pytest.mark.parametrize(
     ("cells", "reason"),
     [
-        ({"moe_experts": "8"}, "moe_topk missing"),
+        ({"moe_experts": "8"}, "moe_dense_layers missing"),
         ({"decoder_layers": "12"}, "encoder-decoder"),
         ({"precision": "fp32"}, "fp32 or TF32"),
         ({"model": "deepseek-v3"}, "widths of latent attention missing"),
@@ -81,8 +81,8 @@ def test_a_tied_matrix_across_stages_is_exchanged() -> None:
         ({"vocab": ""}, "vocab missing"),
         ({"gpu": "TPU v9"}, "device not known"),
         ({"framework": "of one's own"}, "framework not known"),
-        ({"tp": "3"}, "tp × pp × cp does not divide the devices"),
-        ({"gbs": "7"}, "microbatch × dp does not divide the global batch"),
+        ({"tp": "3"}, "--tp, --cp and --pp: a divisor of 4"),
+        ({"gbs": "7"}, "--micro-batch: a divisor of 7"),
         ({"act_ckpt": "some"}, "act_ckpt some"),
     ],
 )
