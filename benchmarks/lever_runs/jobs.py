@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from published_runs.frameworks import GatheredFloat8
-
 from lever_runs.frameworks import OUR_LOSS, Framework, framework_of
 from lever_runs.models import config_of, targets_of
 from lever_runs.rows import Row
@@ -189,9 +187,7 @@ class Case:
         states = engine.execution.states
         if isinstance(states, StateBytes) and self.settings.zero == 0:
             engine = replace(engine, execution=replace(engine.execution, states=replace(states, zero=0)))
-        gathers = dict(self.levers).get("float8") == "tensorwise" and self.settings.tp == 1
-        chosen = (GatheredFloat8(str(each)) if gathers and isinstance(each, Float8) else each for each in levers)
-        request = replace(request, levers=Levers(tuple(chosen)), engine=engine)
+        request = replace(request, levers=levers, engine=engine)
         job = job_of(replace(request, precision=self.precision))  # type: ignore[arg-type]
         return job if engine.execution.kernels is not None else self._as_framework(job)
 

@@ -27,7 +27,7 @@ from steelyard.engines.megatron_arguments import BALANCED, OPTIONS
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.native import NATIVE
 from steelyard.engines.torchtitan import ASYNC_TP, COMPILED, TORCHTITAN, WHOLE_LOSS
-from steelyard.levers import NO_LEVERS, Effects, Levers
+from steelyard.levers import NO_LEVERS, Levers
 from steelyard.levers.float8 import Float8
 from steelyard.levers.train import Train
 from steelyard.plan.strategy import Remat
@@ -373,19 +373,6 @@ def _has_fp8_parameters(run: PublishedRun) -> bool:
     return bool(run.count("lora")) and is_mlperf and any(each in run.text("precision") for each in ("fp8", "fp4"))
 
 
-@dataclass(frozen=True, slots=True)
-class GatheredFloat8(Float8):
-    """Float8 whose weights FSDP gathers in 8 bits (``enable_fsdp_float8_all_gather``): each rank casts its own part."""
-
-    def effects(self, effects: Effects) -> Effects:
-        """Effects of the lever without casts of whole weights."""
-        low = Float8.effects(self, effects).low_precision
-        assert low is not None, "of float8"
-        (inputs, _), (inputs_again, _, outputs) = low.forward, low.backward
-        low = replace(low, forward=(inputs, (0, 0)), backward=(inputs_again, (0, 0), outputs))
-        return replace(effects, low_precision=low)
-
-
 _LORA_DROPOUT = 0.1
 """Of MLPerf's runs, as ``target_modules: ['attention']`` and ``fp8_params`` beside fp8
 (megatron_gpt_peft_tuning_config.yaml of mlcommons/training_results_v5.1, AMD, 4da2d1c)."""
@@ -400,15 +387,13 @@ def _lora_of(run: PublishedRun) -> Train:
 
 
 def levers_of(run: PublishedRun) -> Levers:
-    """Adapters, or float8 of torchtitan, whose weights FSDP gathers in 8 bits where scales are of whole tensors."""
+    """Adapters, or float8 of torchtitan."""
     text = run.text("precision").lower()
     if run.count("lora"):
         return Levers((_lora_of(run),))
     if "torchtitan" not in run.text("framework").lower() or not any(each in text for each in ("float8", "mxfp8")):
         return Levers()
-    word = next((each for each in ("mxfp8", "rowwise") if each in text), "tensorwise")
-    gathers = word == "tensorwise" and run.count("tp") == 1
-    return Levers((GatheredFloat8(word) if gathers else Float8(word),))
+    return Levers((Float8(next((each for each in ("mxfp8", "rowwise") if each in text), "tensorwise")),))
 
 
 def precision_of(run: PublishedRun) -> Precision:
