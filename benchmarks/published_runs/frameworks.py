@@ -143,10 +143,8 @@ def _own(name: str, execution: Execution, **others: Any) -> tuple[str, Framework
     return name, Framework(engine=engine, **others)
 
 
-CUDA_GRAPHS = "cuda-graphs"
 _CORE = Framework(engine=MEGATRON, has_te=True)
-_GRAPHED = replace(MEGATRON_BRIDGE, options={**MEGATRON_BRIDGE.options, CUDA_GRAPHS: MEGATRON.options[CUDA_GRAPHS]})
-_NEMO = Framework(engine=_GRAPHED.with_options([BALANCED]), default_sp=True, default_zero=1)
+_NEMO = Framework(engine=MEGATRON_BRIDGE.with_options([BALANCED]), default_sp=True, default_zero=1)
 """Its performance recipes force routing to be even, have sp on and a distributed optimizer
 (distributed_fused_adam_with_cosine_annealing)."""
 _PRIMUS = replace(MEGATRON.with_kernels(expert_copies=0), options=OPTIONS).with_options([BALANCED])
@@ -191,7 +189,7 @@ _OPTIONS = (
     ("fused-loss", "options", "fused cross entropy"),
     ("tp-overlap", "overlap", "async tp|tp userbuffers|tp comm"),
     ("ep-overlap", "overlap", "ep all-to-all"),
-    (CUDA_GRAPHS, "cuda_graph", "."),
+    ("cuda-graphs", "cuda_graph", "."),
     ("fp8-parameters", "precision", "fp8 parameters"),
     (COMPILED, "compile", "true"),
     (ASYNC_TP, "overlap", "async tp"),
