@@ -46,6 +46,7 @@ from steelyard.cost.kernels import job_under
 from steelyard.engines.execution import EAGER, FUSED, OURS, Execution
 from steelyard.engines.megatron_bridge import TE_SPEEDUP
 from steelyard.engines.native import NATIVE
+from steelyard.engines.torchtitan import DEEPEP
 from steelyard.engines.torchtitan import TORCHTITAN as TORCHTITAN_ENGINE
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config, load_model
@@ -143,8 +144,7 @@ class PublicRun:
 _COMPILED = Execution(kernels=replace(FUSED, expert_copies=1))
 """PithTrain keeps what enters an expert and what comes out (models/qwen3_moe.py)."""
 TORCHTITAN = TORCHTITAN_ENGINE.execution
-assert TORCHTITAN.kernels is not None, "of torchtitan"
-_DEEPEP = replace(TORCHTITAN, dispatcher="deep", kernels=replace(TORCHTITAN.kernels, eager_routing=False))
+_DEEPEP = TORCHTITAN_ENGINE.with_options([DEEPEP]).execution
 _B200 = {"model": "qwen3-30b-a3b", "cluster": "1x8xb200-180gb", "seq_len": 8192, "global_batch": 64}
 _H100 = {"model": "qwen3-30b-a3b", "cluster": "8x8xh100-80gb", "seq_len": 4096, "global_batch": 1024}
 _OF_64 = {

@@ -230,7 +230,7 @@ def framework_of(run: PublishedRun) -> Framework | None:
 
 
 def _with_options(run: PublishedRun, engine: Engine) -> Engine:
-    known = (TITAN if engine is TORCHTITAN else engine).options.keys() - {*options_in(engine.name)}
+    known = engine.options.keys() - {*options_in(engine.name)}
     said = [name for name, column, words in _OPTIONS if name in known and re.search(words, run.text(column).lower())]
     if engine is TORCHTITAN:
         return torchtitan_of(run.text("framework"), said, levers_of(run))
@@ -256,11 +256,6 @@ def workspace_bytes(run: PublishedRun, framework: Framework) -> int:
     return SMALL_BYTES + 2 * of_torch + (0 if not framework.has_te else 4 * MIB if is_old else 32 * MIB)
 
 
-TITAN = replace(TORCHTITAN, options={**TORCHTITAN.options, **OPTIONS})
-"""torchtitan with the ways of sending and balancing tokens that it has (``expert_parallel_comm_backend``, later
-``moe_comm_backend``; ``moe_force_load_balance``), which the product does not write."""
-
-
 def torchtitan_of(version: str, said: Sequence[str], levers: Levers = NO_LEVERS) -> Engine:
     """torchtitan with options that a run names, as a version of it has them.
 
@@ -270,13 +265,13 @@ def torchtitan_of(version: str, said: Sequence[str], levers: Levers = NO_LEVERS)
     is, without inductor, fuse neither. What is not compiled has norms of several kernels until June 2025
     (pytorch/pytorch pull request 153666).
     """
-    version, plain = version.lower(), TITAN.execution.kernels
+    version, plain = version.lower(), TORCHTITAN.execution.kernels
     assert plain is not None, "of torchtitan"
     month = (_MONTH.search(version) or [""])[0]
     captures = any(name in version for name in ("graph_trainer", "aot_eager", "compiler toolkit"))
     has_pieces = "chunked" in version or (month >= "2026-05" and "graph_trainer" not in version)
     has_eager_loss = _LOSS_NOT_COMPILED.search(version) is not None
-    found = TITAN.running(levers).with_options((*([] if has_pieces else [WHOLE_LOSS]), *said))
+    found = TORCHTITAN.running(levers).with_options((*([] if has_pieces else [WHOLE_LOSS]), *said))
     is_compiled = COMPILED in said
     fuses_routing = is_compiled and not captures and month >= "2026-06"
     changes: dict[str, Any] = {"eager_routing": not fuses_routing and found.execution.dispatcher != "deep"}

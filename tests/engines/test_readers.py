@@ -18,7 +18,7 @@ from steelyard.planning.settings import Settings, plan_of_file, price_settings
 from steelyard.precision import Precision
 
 CLUSTER, BLACKWELL = "1x8xh100-80gb", "1x8xb200-180gb"
-MODELS = {"torchtitan": "llama3.1-8b"}
+MODELS = {"torchtitan": "llama3.1-8b", "torchtitan+deepep+balanced": "qwen3-30b-a3b"}
 WRITTEN = {
     "degrees": ("megatron", Settings(tp=2, cp=2, micro_batch=2)),
     "uneven stages": ("megatron", Settings(pp=2, blocks=(17, 15))),
@@ -32,6 +32,7 @@ WRITTEN = {
     "FSDP in a pipeline": ("torchtitan", Settings(zero=1, pp=2, tp=2, blocks=(18, 14), remat=Remat.FULL)),
     "weight passes": ("torchtitan", Settings(zero=1, pp=2, vpp=4, schedule="interleaved-zero-bubble")),
     "chunks in a V": ("torchtitan", Settings(pp=2, vpp=2, tp=2, schedule="zb-v")),
+    "experts sent by DeepEP": ("torchtitan+deepep+balanced", Settings(zero=3, ep=8)),
     "data parallelism": ("torchtitan", Settings(zero=0, tp=4)),
     "recipe": ("megatron-bridge", Settings(tp=2, cp=2, micro_batch=2)),
     "recipe of uneven stages": ("megatron-bridge", Settings(pp=2, blocks=(17, 15), remat=Remat.SELECTIVE)),
@@ -53,14 +54,15 @@ PRECISIONS: dict[str, Precision] = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_written_for_an_engine_is_read_again(name: str, tmp_path: Path) -> None:
     engine, settings = WRITTEN[name]
+    plain = engine.partition("+")[0]
     model = MODELS.get(engine, "llama3-8b")
     precision = PRECISIONS.get(name, "bf16")
     request = make_request(model, BLACKWELL, global_batch=64, seq_len=4096, precision=layer_precision(precision))
-    plan, _ = price_settings(request, ENGINES[engine], precision, settings)
+    plan, _ = price_settings(request, engine_of(engine), precision, settings)
     asked = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(BLACKWELL))
-    for file, content in export_plan(TARGETS[engine], asked).files:
+    for file, content in export_plan(TARGETS[plain], asked).files:
         (tmp_path / file).write_text(content)
-        again, notes = plan_of_file(tmp_path / file, model, BLACKWELL, engine=engine, seq_len=4096)
+        again, notes = plan_of_file(tmp_path / file, model, BLACKWELL, engine=plain, seq_len=4096)
         assert again.stages == plan.stages
         assert (again.num_microbatches, again.schedule) == (plan.num_microbatches, plan.schedule)
         assert (again.global_batch, again.precision) == (plan.global_batch, plan.precision)

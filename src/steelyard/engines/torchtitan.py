@@ -33,6 +33,7 @@ from steelyard.engines.engine import (
     options_in,
 )
 from steelyard.engines.execution import EAGER, Execution
+from steelyard.engines.megatron_arguments import BALANCED, OPTIONS
 from steelyard.engines.pytorch import other_export
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
@@ -68,6 +69,9 @@ COMPILED = "compile"
 """Option of compiled blocks and loss (`CompileConfig`)."""
 ASYNC_TP = "async-tp"
 """Option of tensor parallelism whose collectives run beside the products, in compiled blocks."""
+_FORCED = "debug.moe_force_load_balance"
+DEEPEP = "deepep"
+"""Option of experts whose tokens DeepEP sends and puts in order."""
 _ASYNC_TP_ENTRY = "enable_async_tensor_parallel"
 _LLAMA3 = {
     **{"num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000, "rms_norm_eps": 1e-5},
@@ -220,7 +224,8 @@ def _write(request: Request) -> Draft:
             expected="row scales, which 0.3 supports",
             hint="plan with --float8 rowwise",
         )
-    options = options_in(request.plan.engine)
+    idle = (DEEPEP, BALANCED) if view.ranks_of_experts == 1 else ()
+    options = [each for each in options_in(request.plan.engine) if each not in idle]
     is_whole, is_async = WHOLE_LOSS in options, ASYNC_TP in options
     is_compiled = COMPILED in options or is_async or not float8.is_default
     compiling = {"enable": True} if is_compiled else {}
@@ -239,20 +244,21 @@ def _write(request: Request) -> Draft:
         "the chunked loss in the .toml: 0.2 computes the loss at once and needs more memory": not is_whole
         and is_in_toml,
     }
-    lines = (*changes, *(["config.loss = config.loss.loss_fn  # of the whole sequence at once"] if is_whole else []))
+    lines = [*changes, *["config.loss = config.loss.loss_fn  # of the whole sequence at once"] * is_whole]
+    lines += [f"config.{_FORCED} = True"] * (BALANCED in options)
     name = "steelyard_" + re.sub(r"[^a-z0-9]+", "_", request.plan.model.name.lower())
     start = f"{request.torchrun} -m torchtitan.train"
     of_functions = f"{start} --module {name} --config {name}"
     of_toml = f"{start} --job.config_file {name}.toml"
-    functions = (
-        (f"{name}.py", _configuration(view, RELEASE, flavor, float8, lines, name, compiling=compiling)),
-        (f"{name}_main.py", _configuration(view, MAIN, flavor, float8, lines, f"{name}_main", compiling=compiling)),
+    functions = tuple(
+        (f"{each}.py", _configuration(view, version, flavor, float8, lines, each, compiling, options))
+        for each, version in ((name, RELEASE), (f"{name}_main", MAIN))
     )
     usages = (f"torchtitan 0.3: put {name}.py on PYTHONPATH; on main: the same with {name}_main",)
     return Draft(
         files=(
             *(functions if has_functions else ()),
-            *(((f"{name}.toml", _toml(view, flavor, float8, compiling=compiling)),) if is_in_toml else ()),
+            *([(f"{name}.toml", _toml(view, flavor, float8, compiling, options))] if is_in_toml else ()),
         ),
         left_out=tuple(line for line, holds in left_out.items() if holds),
         launch=of_functions if has_functions else of_toml,
@@ -376,8 +382,8 @@ def _configuration(
     float8: Float8,
     changes: Sequence[str],
     function: str,
-    *,
     compiling: Mapping[str, bool],
+    options: Sequence[str],
 ) -> str:
     converter = _CONVERTERS.get(str(float8))
     folder, size = flavor.folder, re.sub(r"[.-]", "_", (flavor.like or flavor.name).lower())
@@ -395,6 +401,7 @@ def _configuration(
         f"def {function}() -> Trainer.Config:",
         f"    config = {folder}_{size}()",
         f"    config.model_spec = model_registry({flavor.name!r}"
+        + f", moe_comm_backend={DEEPEP!r}" * (DEEPEP in options)
         + (f", converters=[{converter}model_compile_enabled=True)])" if converter else ")"),
         f"    config.compile = CompileConfig({', '.join(f'{name}={value}' for name, value in compiling.items())})",
         *(f"    {line}" for line in changes),
@@ -408,7 +415,9 @@ def _configuration(
     return "\n".join(lines) + "\n"
 
 
-def _toml(view: UniformPlan, flavor: _Flavor, float8: Float8, *, compiling: Mapping[str, bool]) -> str:
+def _toml(
+    view: UniformPlan, flavor: _Flavor, float8: Float8, compiling: Mapping[str, bool], options: Sequence[str]
+) -> str:
     parallelism = _parallelism(view, RELEASE)
     parallelism.pop("enable_sequence_parallel", None)
     if view.cp > 1:
@@ -428,6 +437,11 @@ def _toml(view: UniformPlan, flavor: _Flavor, float8: Float8, *, compiling: Mapp
         sections["compile"] = {"enable": True}
     if _ASYNC_TP_ENTRY in compiling:
         sections["parallelism"][_ASYNC_TP_ENTRY] = True
+    if DEEPEP in options:
+        sections["parallelism"]["expert_parallel_comm_backend"] = DEEPEP
+    if BALANCED in options:
+        section, _, entry = _FORCED.partition(".")
+        sections[section] = {entry: True}
     if not float8.is_default:
         name, recipe = ("mx", "mxfp8_cublas") if str(float8) == MXFP8 else ("float8", str(float8))
         sections["model"]["converters"] = [f"quantize.linear.{name}"]
@@ -495,6 +509,8 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     is_compiled = bool(entries.get("compile.enable", "training.compile"))
     is_async = bool(entries.get(*(f"{part}.{_ASYNC_TP_ENTRY}" for part in ("compile", "parallelism", "experimental"))))
     chosen = {WHOLE_LOSS: is_old, COMPILED: is_compiled and (is_old or not told), ASYNC_TP: is_async and tp > 1}
+    backend = entries.get("parallelism.expert_parallel_comm_backend", "model_spec.moe_comm_backend")
+    chosen = {DEEPEP: backend in (DEEPEP, "hybridep"), BALANCED: bool(entries.get(_FORCED))} | chosen
     options = tuple(name for name, is_on in chosen.items() if is_on)  # blocks in float8 are compiled anyway
     entries.skip_like(_OF_TRAINING)
     unlike = []
@@ -611,6 +627,10 @@ TORCHTITAN = Engine(
         WHOLE_LOSS: Option(change=lambda engine: engine.with_kernels(loss_pieces=1)),
         COMPILED: Option(change=_compiling, result="rounding"),
         ASYNC_TP: Option(change=lambda engine: _compiling(engine).executing(hidden_collectives=0.5), result="rounding"),
+        DEEPEP: Option(
+            change=lambda engine: engine.executing(dispatcher="deep").with_kernels(eager_routing=False), result="exact"
+        ),
+        BALANCED: OPTIONS[BALANCED],
     },
     refuse=_refuse,
     levers={
