@@ -25,9 +25,8 @@ from lever_runs.rows import Row
 from steelyard.cost.job import Job
 from steelyard.engines.execution import StateBytes
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, Device
-from steelyard.hardware.files import default_links, find_device
-from steelyard.hardware.values import NodeGroup
+from steelyard.hardware import Cluster, parse_cluster
+from steelyard.hardware.files import find_device
 from steelyard.levers import Levers
 from steelyard.levers.float8 import Float8
 from steelyard.levers.train import KINDS, LORA
@@ -484,26 +483,14 @@ def _cluster(row: Row, count: int) -> tuple[Cluster, bool]:
         device = find_device(_ANY)
     else:
         raise _SkipError(f"device not known: {' '.join(key).strip() or 'not stated'}")
-    return _of_nodes(device, count, _nodes(row, count)), has_rates
+    nodes = _nodes(row, count)
+    return parse_cluster(f"{nodes}x{count // nodes}x{device.name}").on(device=device), has_rates
 
 
 def _nodes(row: Row, count: int) -> int:
     """Nodes as the notes count them, or of 8 devices."""
     told = re.search(r"(\d+) node\(s\) x (\d+) GPU", row.text("notes"))
     return int(told[1]) if told and int(told[1]) * int(told[2]) == count else max(1, count // 8)
-
-
-def _of_nodes(device: Device, count: int, nodes: int) -> Cluster:
-    intra, inter = default_links(device.name, num_devices=count)
-    group = NodeGroup(
-        name=f"{nodes}x{count // nodes}x{device.name}",
-        num_nodes=nodes,
-        devices_per_node=count // nodes,
-        device=device,
-        intra_link=intra,
-        inter_link=inter if nodes > 1 else None,
-    )
-    return Cluster(groups=(group,))
 
 
 def _mean_len(row: Row, batch: int, seq_len: int) -> tuple[float | None, float | None]:
