@@ -74,6 +74,20 @@ def test_a_mix_becomes_one_strategy_with_its_price(run: Run, folder: Path, tmp_p
     assert "strategies that differ between layers (dp2 ×9, fsdp2 ×1)" in content
 
 
+@pytest.mark.slow
+def test_options_of_an_engine_go_to_software_that_drives_it(run: Run, tmp_path: Path) -> None:
+    engine = "megatron+bf16-moments+cuda-graphs"
+    job = ("--cluster", "1x4xa100-80gb", "--global-batch", 8, "--seq-len", 1024, "--engine", engine)
+    planned = run("plan", "llama3.2-1b", *job, "-o", tmp_path / "plan.json")
+    assert planned.output.rstrip().endswith("--to megatron")
+    result = run("export", tmp_path / "plan.json", "--to", "ms-swift", "-o", tmp_path / "swift")
+    assert "not exported: +cuda-graphs: ms-swift has no such option" in result.output
+    assert "--exp_avg_dtype bf16" in (tmp_path / "swift" / "swift.sh").read_text()
+    result = run("export", tmp_path / "plan.json", "--to", "megatron", "-o", tmp_path / "megatron.sh")
+    assert "the plan itself" in result.output
+    assert "cuda-graphs" not in result.output
+
+
 def test_the_result_has_a_form_for_programs(run: Run, folder: Path) -> None:
     content = json.loads(run("export", folder / "mixed.json", "--to", "deepspeed", "--json").output)
     assert content["step_time_s"] > 0

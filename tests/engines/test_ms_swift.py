@@ -67,6 +67,17 @@ def test_experts_are_divided_and_balanced_as_the_config_says(tmp_path: Path) -> 
     assert (given["--expert_model_parallel_size"], given["--moe_router_load_balancing_type"]) == ("8", "none")
 
 
+def test_options_of_the_engine_are_arguments(tmp_path: Path) -> None:
+    plan = uniform("dp4-tp2", devices=8, sp=True)
+    options = {"cross_entropy_loss_fusion": "true", "tp_comm_overlap": "true"}
+    given = arguments_of(plan.model_copy(update={"engine": "megatron+fused-loss+tp-overlap"}), tmp_path)
+    assert {name: given[f"--{name}"] for name in options} == options
+    assert {name.removeprefix("--") for name in given} <= known_names("ms-swift-4.6.0.txt")
+    plain = arguments_of(plan, tmp_path)
+    assert plain["--cross_entropy_loss_fusion"] == "false"  # ms-swift fuses it otherwise
+    assert "--tp_comm_overlap" not in plain
+
+
 def test_it_starts_on_all_hosts_and_asks_each_for_its_number(tmp_path: Path) -> None:
     plan = uniform("dp16", devices=16, cluster="2x8xa100-80gb")
     assert "set NODE_RANK to" in run_script(plan, tmp_path).stderr

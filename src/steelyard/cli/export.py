@@ -1,5 +1,6 @@
 """``steelyard export``: a plan as the configuration of another framework, or as launch files."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from typing_extensions import TypedDict
 from steelyard.cli import options
 from steelyard.engines import ENGINE_OF_TARGET, TARGETS, check_levers, engine_of, target_of
 from steelyard.engines.capabilities import Capabilities, unsupported
-from steelyard.engines.engine import Engine
+from steelyard.engines.engine import Engine, options_in
 from steelyard.engines.native import NATIVE
 from steelyard.engines.writing import Draft, Request, Target, describe_uniform, export_plan
 from steelyard.errors import InvalidClusterError, UserError
@@ -94,9 +95,11 @@ def export(
             expected="a plan file",
             hint="make one: steelyard plan MODEL --cluster CLUSTER -o plan.json",
         )
-    plan, engine = read_plan(path), ENGINE_OF_TARGET[target.name]
-    if target in (own := engine_of(plan.engine or NATIVE.name)).targets:
-        engine = own  # with its options
+    plan, engine, lacking = read_plan(path), ENGINE_OF_TARGET[target.name], list[str]()
+    if engine.name == (plan.engine or NATIVE.name).partition("+")[0]:
+        chosen = options_in(plan.engine)
+        lacking = [f"+{name}: {target.name} has no such option" for name in chosen if name not in engine.options]
+        engine = engine.with_options([name for name in chosen if name in engine.options])
     if plan.is_mixed and not target.starts_steelyard:
         plan.machines()  # raises: these frameworks have one device type and stages of one size
     if target.starts_steelyard and plan.engine is not None:
@@ -111,6 +114,7 @@ def export(
     with options.progress(f"fitting the plan into {target.name}", silent=as_json):
         given = Elsewhere(cluster=cluster, network=network, memory=memory, profile=profile)
         fitted = _fitted(plan, path.parent, engine, given)
+    fitted = replace(fitted, reasons=(*fitted.reasons, *lacking))
     headline = _headline(fitted, engine, target)
     request = Request(
         plan=fitted.plan,

@@ -74,7 +74,8 @@ def measure(
             found=str(engine),
             expected="none: `measure` trains with steelyard's own runtime, and its times do not carry over to other "
             "kernels",
-            hint=f"run {command('export', path, '--to', engine)}, and compare its time with {command('price')}",
+            hint=f"run {command('export', path, '--to', str(engine).partition('+')[0])}, and compare its time with "
+            f"{command('price')}",
         )
     contenders = plan.contenders() if alternatives else plan.contenders()[:1]
     if alternatives and len(contenders) == 1:

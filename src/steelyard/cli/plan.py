@@ -184,7 +184,7 @@ def _print_next(found: Plan, output: Path | None, builder: Sequence[str]) -> Non
         ("report", output, "-o", output.with_suffix(".html")),
         ("train", output, *builder, "--data", "PATH")
         if found.engine is None
-        else ("export", output, "--to", found.engine),
+        else ("export", output, "--to", found.engine.partition("+")[0]),
     ]
     if found.next_best and found.engine is None:
         commands.append(("measure", output, *builder, "--alternatives"))

@@ -45,7 +45,7 @@ ENGINES: dict[str, Engine] = {
 }
 FRONT_ENDS: Mapping[Target, Engine] = {
     axolotl.TARGET: axolotl.ENGINE,
-    ms_swift.MEGATRON_TARGET: megatron.MEGATRON,
+    ms_swift.MEGATRON_TARGET: ms_swift.SWIFT,
     ms_swift.TRAINER_TARGET: ms_swift.TRAINER,
 }
 """Software that drives an engine through its own files, by the target that writes them."""

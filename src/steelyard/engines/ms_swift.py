@@ -22,6 +22,7 @@ from steelyard.engines import megatron, peft
 from steelyard.engines.accelerate import kept_gathered
 from steelyard.engines.capabilities import dimensions_of
 from steelyard.engines.engine import options_in
+from steelyard.engines.megatron_arguments import OPTIONS, SWITCHES
 from steelyard.engines.megatron_models import model_flags
 from steelyard.engines.transformers import TRANSFORMERS
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan
@@ -32,6 +33,14 @@ from steelyard.levers.train import Train
 from steelyard.plan.strategy import Remat
 from steelyard.precision import DTYPES, Precision
 
+SWIFT = replace(
+    megatron.MEGATRON,
+    options={
+        **OPTIONS,
+        **{name: SWITCHES[name] for name in ("bf16-moments", "fp8-parameters", "fused-loss", "tp-overlap")},
+    },
+)
+"""Megatron-LM with the options for which ms-swift has arguments."""
 _BALANCING = ("--moe-router-load-balancing-type", "--moe-aux-loss-coeff")
 """Model flags that ms-swift does not read from the model's config."""
 _LOST = {"--window-size": "sliding_window", "--moe-layer-freq": "blocks without experts"}
@@ -75,8 +84,14 @@ def _script(view: UniformPlan, request: Request, balancing: list[str]) -> str:
     arguments: dict[str, Any] = {
         "recompute_granularity": "none",
         **megatron.attributes(
-            [*megatron.parallel_flags(view, options), *megatron.remat_flags(view, request.plan.chain()), *balancing]
+            [
+                *megatron.parallel_flags(view, options),
+                *megatron.remat_flags(view, request.plan.chain()),
+                *balancing,
+                *megatron.switch_flags(view, options),
+            ]
         ),
+        "cross_entropy_loss_fusion": "fused-loss" in options,
         "micro_batch_size": view.microbatch_per_rank,
         "global_batch_size": view.global_batch,
         "max_length": view.seq_len,
