@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from published_runs.frameworks import torchtitan_of
+from published_runs.frameworks import options_of, torchtitan_of
 from published_runs.rows import read_runs
 
 from steelyard.cost.job import layer_precision
@@ -28,7 +28,7 @@ from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.engine import Engine
 from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
-from steelyard.engines.torchtitan import COMPILED, TORCHTITAN, WHOLE_LOSS
+from steelyard.engines.torchtitan import TORCHTITAN, WHOLE_LOSS
 from steelyard.errors import UserError
 from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan
@@ -116,11 +116,13 @@ def settings_of(row: Mapping[str, str]) -> Settings:
 
 
 def engine_of(row: Mapping[str, str]) -> Engine:
-    """The engine of a row; torchtitan in the version of the published run, and compiled if that was."""
-    run = RUNS.get(row["row"])
-    if row["framework"] != "torchtitan" or run is None:
-        return ENGINES[row["framework"]]
-    return torchtitan_of(run.text("framework"), [COMPILED] if run.text("compile") == "True" else [])
+    """The engine of a row, with the options that the published run names; torchtitan in the version of the run."""
+    engine, run = ENGINES[row["framework"]], RUNS.get(row["row"])
+    if run is None:
+        return engine
+    if row["framework"] == "torchtitan":
+        return torchtitan_of(run.text("framework"), options_of(run, TORCHTITAN))
+    return engine.with_options(options_of(run, engine))
 
 
 def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> dict[str, Any]:

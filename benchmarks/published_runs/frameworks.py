@@ -20,10 +20,10 @@ from typing import Any, Literal
 from published_runs.rows import PublishedRun
 from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.deepspeed import DEEPSPEED
-from steelyard.engines.engine import Engine, options_in
+from steelyard.engines.engine import BALANCED, Engine, options_in
 from steelyard.engines.execution import EAGER, FUSED, Execution, Kernels, Module, StateBytes
 from steelyard.engines.megatron import MEGATRON, MEGATRON_FSDP
-from steelyard.engines.megatron_arguments import BALANCED, OPTIONS
+from steelyard.engines.megatron_arguments import OPTIONS
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.native import NATIVE
 from steelyard.engines.torchtitan import ASYNC_TP, COMPILED, TORCHTITAN, WHOLE_LOSS
@@ -229,9 +229,14 @@ def framework_of(run: PublishedRun) -> Framework | None:
     return replace(found, engine=engine, reports=reports, has_te=found.has_te and not _is_local(run))
 
 
-def _with_options(run: PublishedRun, engine: Engine) -> Engine:
+def options_of(run: PublishedRun, engine: Engine) -> list[str]:
+    """Options of an engine that a row names, besides those that it has."""
     known = engine.options.keys() - {*options_in(engine.name)}
-    said = [name for name, column, words in _OPTIONS if name in known and re.search(words, run.text(column).lower())]
+    return [name for name, column, words in _OPTIONS if name in known and re.search(words, run.text(column).lower())]
+
+
+def _with_options(run: PublishedRun, engine: Engine) -> Engine:
+    said = options_of(run, engine)
     if engine is TORCHTITAN:
         return torchtitan_of(run.text("framework"), said, levers_of(run))
     return engine.running(levers_of(run)).with_options(tuple(said))

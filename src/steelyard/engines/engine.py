@@ -245,6 +245,12 @@ class Engine:
         return self.executing(kernels=replace(self.execution.kernels, **changes))
 
 
+BALANCED = "balanced"
+"""Name of `BALANCING`."""
+BALANCING = Option(change=lambda engine: engine.executing(balances_experts=True))
+"""Option that makes routers distribute tokens evenly, for benchmarks."""
+
+
 def options_in(engine: str | None) -> tuple[str, ...]:
     """Return the options in the name of an engine."""
     return tuple((engine or "").split("+")[1:])

@@ -17,10 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 from steelyard.engines.capabilities import Capabilities, dimensions_of
-from steelyard.engines.engine import Engine, Reader, options_in
+from steelyard.engines.engine import BALANCED, Engine, Reader, options_in
 from steelyard.engines.execution import FUSED, Execution, StateBytes
 from steelyard.engines.megatron_arguments import (
-    BALANCED,
     FLAGS,
     OPTIONS,
     RECOMPUTED,

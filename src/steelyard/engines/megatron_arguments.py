@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from steelyard.engines.capabilities import block_layers
-from steelyard.engines.engine import Engine, Entries, FileSettings, Option, Settings
+from steelyard.engines.engine import BALANCED, BALANCING, Engine, Entries, FileSettings, Option, Settings
 from steelyard.engines.execution import Module, StateBytes
 from steelyard.engines.megatron_models import model_flags
 from steelyard.errors import UserError
@@ -34,15 +34,13 @@ scale of 2^32."""
 _OF_RECIPE = {flags[-1].partition("-recipe ")[2]: precision for precision, flags in FLAGS.items() if flags}
 RECOMPUTED: tuple[Module, ...] = ("layernorm", "moe_act", "mla_up_proj")
 """Modules of selective remat that take little time. Recomputing attention's core saves nothing with a flash kernel."""
-BALANCED = "balanced"
-"""Option that makes routers distribute tokens evenly, for benchmarks."""
 IN_BF16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=1)
 """States with gradients in 16 bits."""
 OPTIONS: Mapping[str, Option] = {
     "alltoall": Option(change=lambda engine: engine.executing(dispatcher="all-to-all")),
     "allgather": Option(change=lambda engine: engine.executing(dispatcher="all-gather")),
     "deepep": Option(change=lambda engine: engine.executing(dispatcher="deep"), result="exact"),
-    BALANCED: Option(change=lambda engine: engine.executing(balances_experts=True)),
+    BALANCED: BALANCING,
 }
 """Options of everything that has Megatron-Core's experts."""
 

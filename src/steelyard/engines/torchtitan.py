@@ -21,6 +21,8 @@ from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, Known, completed, refuse_entries
 from steelyard.engines.engine import (
+    BALANCED,
+    BALANCING,
     Engine,
     Entries,
     FileSettings,
@@ -33,7 +35,6 @@ from steelyard.engines.engine import (
     options_in,
 )
 from steelyard.engines.execution import EAGER, Execution
-from steelyard.engines.megatron_arguments import BALANCED, OPTIONS
 from steelyard.engines.pytorch import other_export
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
@@ -630,7 +631,7 @@ TORCHTITAN = Engine(
         DEEPEP: Option(
             change=lambda engine: engine.executing(dispatcher="deep").with_kernels(eager_routing=False), result="exact"
         ),
-        BALANCED: OPTIONS[BALANCED],
+        BALANCED: BALANCING,
     },
     refuse=_refuse,
     levers={
