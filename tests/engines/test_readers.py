@@ -166,6 +166,17 @@ def test_options_of_a_recipe_are_read_again(model: str, settings: Settings, engi
     assert not any("overlap" in note or "exp_avg" in note or "cuda" in note for note in notes)
 
 
+@pytest.mark.parametrize("engine", ["megatron", "megatron-bridge"])
+def test_megatron_divides_experts_over_ranks_of_cp_too(engine: str, tmp_path: Path) -> None:
+    request = make_request("qwen3-30b-a3b", CLUSTER, global_batch=64, seq_len=8192)
+    plan, _ = price_settings(request, ENGINES[engine], "bf16", Settings(cp=4, ep=8))
+    assert str(plan.strategies[1]) == "dp2-cp4 ep8"
+    asked = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
+    ((file, content),) = export_plan(TARGETS[engine], asked).files
+    (tmp_path / file).write_text(content)
+    assert plan_of_file(tmp_path / file, "qwen3-30b-a3b", CLUSTER)[0].stages == plan.stages
+
+
 USERS_RECIPE = """
 from megatron.bridge.recipes.common import _pretrain_common
 def config():

@@ -32,7 +32,7 @@ class Settings:
     vpp: int = 1
     """Number of chunks of the model on every stage."""
     ep: int = 1
-    """Ranks over which the experts are divided, among all ranks of a stage except those of cp."""
+    """Ranks of a stage over which whole experts are divided, those of tp included."""
     replicas: int = 1
     """Groups of data ranks, each of which shards states among its own ranks (hybrid sharding)."""
     schedule: str | None = None

@@ -48,7 +48,10 @@ _DISPATCHERS: Mapping[str, Sequence[str]] = {
 """Flags of the token dispatcher by option; the first is the default."""
 CAPABILITIES = Capabilities(
     mixes_layers=False,
-    dimensions=dimensions_of("dp", "tp", "dp+tp", "dp+ep", "dp+tp+ep", "cp", "dp+cp", "cp+tp", "dp+cp+tp"),
+    dimensions=dimensions_of(
+        *("dp", "tp", "dp+tp", "dp+ep", "dp+tp+ep", "cp", "dp+cp", "cp+tp", "dp+cp+tp"),
+        *("cp+ep", "dp+cp+ep", "cp+tp+ep", "dp+cp+tp+ep"),
+    ),
     modes={"sp": frozenset({False, True}), "cp_method": frozenset(_COMMUNICATION), "ep": frozenset(DEGREE.texts)},
     modes_with_experts={"sp": frozenset({True})},  # core/transformer/moe/moe_layer.py, MoELayer.forward
     why_not={"fsdp": "which needs Megatron-FSDP: export --to megatron-fsdp"},
