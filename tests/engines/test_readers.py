@@ -166,6 +166,22 @@ def test_options_of_a_recipe_are_read_again(model: str, settings: Settings, engi
     assert not any("overlap" in note or "exp_avg" in note or "cuda" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("more", "precision"),
+    [("", "bf16"), ("model.fp16=true", "fp16"), ("mixed_precision=bf16_with_mxfp8_mixed", "mxfp8")],
+)
+def test_overrides_of_a_recipe_have_its_precision_unless_they_say_another(
+    more: str, precision: Precision, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.args"
+    path.write_text(
+        "model.tensor_model_parallel_size=2 model.sequence_parallel=True train.micro_batch_size=1 "
+        f"train.global_batch_size=64 model.seq_length=4096 {more}"
+    )
+    plan, _ = plan_of_file(path, "llama3-8b", BLACKWELL, engine="megatron-bridge")
+    assert plan.precision == precision
+
+
 @pytest.mark.parametrize("engine", ["megatron", "megatron-bridge"])
 def test_megatron_divides_experts_over_ranks_of_cp_too(engine: str, tmp_path: Path) -> None:
     request = make_request("qwen3-30b-a3b", CLUSTER, global_batch=64, seq_len=8192)

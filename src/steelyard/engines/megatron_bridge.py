@@ -353,8 +353,22 @@ def _values(text: str) -> Mapping[str, Any]:
     Of any other text, its options (`arguments`). A precision that is unknown here is not read, and bf16, that
     of Megatron-Bridge's own recipes, is taken.
     """
-    if _MARK not in text:
-        return arguments(text)
+    found = _assigned(text) if _MARK in text else dict(arguments(text))
+    told = str(found.get("mixed_precision", text))
+    precision = next((name for name, made in _PRECISIONS.items() if made.partition("(")[0] in told), None)
+    if precision is not None:
+        found.pop("mixed_precision", None)
+    modules = found.get("recompute_modules")
+    if isinstance(modules, list):
+        found["recompute_modules"] = " ".join(map(str, modules))
+    shown = {theirs: ours for ours, theirs in _DTYPES.items()}
+    on = {name: shown.get(value, value) if isinstance(value, str) else value for name, value in found.items()}
+    on = {name: value for name, value in on.items() if value is not None and (value is not False or name == _BESIDE)}
+    return on | megatron.attributes(FLAGS[precision or ("fp16" if on.get("fp16") else "bf16")])
+
+
+def _assigned(text: str) -> dict[str, Any]:
+    """Return the values that a recipe in Python assigns to attributes or passes to configurations, by their names."""
     found: dict[str, Any] = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
@@ -367,17 +381,7 @@ def _values(text: str) -> Mapping[str, Any]:
             found |= {"train": _lora(given)} if called == "CanonicalLoRA" else given if called in _READ else {}
             if called == _DISPATCHES and len(node.args) > 1:
                 found |= {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": literal(node.args[1])}
-    told = str(found.get("mixed_precision", text))
-    precision = next((name for name, made in _PRECISIONS.items() if made.partition("(")[0] in told), None)
-    if precision is not None:
-        found.pop("mixed_precision", None)
-    modules = found.get("recompute_modules")
-    if isinstance(modules, list):
-        found["recompute_modules"] = " ".join(map(str, modules))
-    shown = {theirs: ours for ours, theirs in _DTYPES.items()}
-    on = {name: shown.get(value, value) if isinstance(value, str) else value for name, value in found.items()}
-    on = {name: value for name, value in on.items() if value is not None and (value is not False or name == _BESIDE)}
-    return on | megatron.attributes(FLAGS[precision or "bf16"])
+    return found
 
 
 def _lora(given: Mapping[str, Any]) -> str:
