@@ -52,15 +52,21 @@ def job() -> Job:
 @pytest.mark.slow
 def test_groups_of_a_node_are_offered_and_others_are_not_worth_a_search(job: Job) -> None:
     degrees = {each.expert_degree for each in stage_strategies(job, 8, Decisions()) if each.tensor_degree == 1}
-    assert degrees == {1, 4}
+    assert degrees == {1, 4, 8}
     reasons = {str(strategy): why for strategy, why in not_offered(job, 8, Decisions())}
     assert reasons["fsdp8 ep2"].startswith("ep is searched with groups of 4 ranks, as many as a node allows")
+
+
+def test_experts_over_all_ranks_are_searched_if_no_group_fits_inside_a_node(job: Job) -> None:
+    group = replace(job.groups[0], cluster=parse_cluster("2x1xh100-80gb"))
+    found = stage_strategies(replace(job, groups=(group,)), 2, Decisions())
+    assert {each.expert_degree for each in found} == {1, 2}
 
 
 @pytest.mark.slow
 def test_a_pin_offers_what_is_not_worth_a_search(job: Job) -> None:
     pinned = Decisions(pins=("ep=2",))
-    assert {each.expert_degree for each in stage_strategies(job, 8, pinned)} == {1, 2, 4}
+    assert {each.expert_degree for each in stage_strategies(job, 8, pinned)} == {1, 2, 4, 8}
 
 
 @pytest.mark.slow
@@ -80,7 +86,7 @@ def test_the_space_of_the_papers_divides_no_experts(job: Job) -> None:
 @pytest.mark.slow
 def test_an_engine_divides_experts_of_the_types_that_it_knows(job: Job) -> None:
     knows = replace(MEGATRON.capabilities, experts_of=frozenset({"mixtral"}))
-    for means, degrees in ((knows, {1, 4}), (replace(knows, experts_of=frozenset({"olmoe"})), {1})):
+    for means, degrees in ((knows, {1, 4, 8}), (replace(knows, experts_of=frozenset({"olmoe"})), {1})):
         of_engine = replace(job, engine=replace(MEGATRON, capabilities=means))
         offered = stage_strategies(of_engine, 8, Decisions())
         assert {each.expert_degree for each in offered if each.tensor_degree == 1} == degrees

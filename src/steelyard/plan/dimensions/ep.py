@@ -75,8 +75,8 @@ def _illegal(layer_type: LayerType, strategy: StrategyView, _batch: Batch) -> st
 def _not_worth_for(strategy: StrategyView, devices_per_node: int | None, layers: tuple[LayerType, ...]) -> str:
     """Return why an expert degree is not searched.
 
-    The search covers the degree with the fewest experts per rank whose group stays inside a node, and 4, 16, … times
-    that degree: within a node a larger degree sends hardly more, and each rank gathers less.
+    The search covers the degree with the fewest experts per rank whose group stays inside a node, 4, 16, … times that
+    degree, and the largest: within a node a larger degree sends hardly more, and each rank gathers less.
     """
     degree, tensors = strategy.expert_degree, strategy.tensor_degree
     if not layers or degree == 1:
@@ -89,8 +89,10 @@ def _not_worth_for(strategy: StrategyView, devices_per_node: int | None, layers:
         return f"ep {degree} does not divide the experts of any layer"
     inside = max(1, (devices_per_node or strategy.num_devices) // tensors)
     nearest = max(each for each in possible if each <= inside)
-    if not is_power_of_four_times(degree, nearest):
-        return f"ep is searched with groups of {nearest} ranks, as many as a node allows, or of 4, 16, … times as many"
+    if degree != possible[-1] and not is_power_of_four_times(degree, nearest):
+        return (
+            f"ep is searched with groups of {nearest} ranks, as many as a node allows, 4, 16, … times as many, or all"
+        )
     return ""
 
 
