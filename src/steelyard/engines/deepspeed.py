@@ -50,6 +50,7 @@ _SCALED = {
     "min_loss_scale": 1,
 }
 """fp16 with a dynamic loss scale (0), as in torch's `GradScaler`; the run ends below a scale of 1."""
+_KEPT_ON_DEVICE = dict.fromkeys(("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"), False)
 _OPTIMIZERS = {"adamw-8bit": "bitsandbytes.optim.AdamW8bit", "sgd": "torch.optim.SGD"}
 _OLDER = (
     "with transformers 5.16: AutoEP fails with 5.23, whose registry of recorded outputs takes no default "
@@ -125,11 +126,7 @@ def _content(view: UniformPlan, preset: str | None) -> dict[str, Any]:
     if view.ranks_of_experts > 1 and preset is not None:
         content["expert_parallel"] = {"enabled": True, "autoep_size": view.ranks_of_experts, "preset_model": preset}
     if view.remat is Remat.FULL:
-        content["activation_checkpointing"] = {
-            "partition_activations": False,
-            "cpu_checkpointing": False,
-            "contiguous_memory_optimization": False,
-        }
+        content["activation_checkpointing"] = _KEPT_ON_DEVICE
     return content
 
 
@@ -142,6 +139,8 @@ def _values(text: str) -> Mapping[str, Any]:
 
 def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSettings:
     entries.skip("_comment", "activation_checkpointing.partition_activations", *(f"fp16.{key}" for key in _SCALED))
+    kept = {f"activation_checkpointing.{name}": value for name, value in _KEPT_ON_DEVICE.items()}
+    entries.skip(*(name for name, value in kept.items() if entries.values.get(name) == value))
     entries.skip_like(_OF_TRAINING)
     is_recomputed = any(name.startswith("activation_checkpointing") for name in entries.values)
     tp = entries.number("tensor_parallel.autotp_size")

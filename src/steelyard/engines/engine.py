@@ -28,6 +28,8 @@ class Settings:
 
     tp: int = 1
     cp: int = 1
+    cp_method: str = "gather"
+    """Method by which attention sees the whole sequence under cp: gather or ulysses."""
     pp: int = 1
     vpp: int = 1
     """Number of chunks of the model on every stage."""

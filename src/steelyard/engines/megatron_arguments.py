@@ -118,7 +118,7 @@ _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?|([a-z][\w.]*)=(.*)")
 _LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint")
 _NOT_PRICED = (
     *("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "ckpt_format"),
-    *("no_gradient_accumulation_fusion", "outer_dp_sharding_strategy", "bf16", "fp16"),
+    *("average_in_collective", "no_gradient_accumulation_fusion", "outer_dp_sharding_strategy", "bf16", "fp16"),
     *("accumulate_allreduce_grads_in_fp32", "loss_scale", "initial_loss_scale", "min_loss_scale"),
     *("loss_scale_window", "hysteresis", "lr", "seed", "split", "num_workers", "mock_data", "clip_grad"),
     *("init_method_std", "distributed_backend", "no_position_embedding", "use_rotary_position_embeddings"),
@@ -246,7 +246,7 @@ def _uneven(entries: Entries, chain: ModelChain, pp: int, vpp: int) -> tuple[int
 def read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
     """Return the settings that Megatron-LM's arguments or the settings of a Megatron-Bridge recipe are."""
     values = entries.values
-    entries.skip(*_LAUNCH, *_NOT_PRICED, *(["cp_comm_type"] if values.get("cp_comm_type") != "a2a" else []))
+    entries.skip(*_LAUNCH, *_NOT_PRICED)
     modules = str(values.get("recompute_modules", "")).split()
     entries.skip(*(["recompute_modules"] if {*modules} <= {*RECOMPUTED} else []))
     usual = {"attention_backend": ("auto", "flash", "fused"), "transformer_impl": ("transformer_engine",)}
@@ -279,6 +279,7 @@ def read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
         settings=Settings(
             tp=tp,
             cp=cp,
+            cp_method="ulysses" if entries.get("cp_comm_type") == "a2a" else "gather",
             pp=pp,
             vpp=len(parts) // pp if parts else chunks,
             ep=ep,

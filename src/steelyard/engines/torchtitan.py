@@ -509,7 +509,8 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
         levers[Float8.name] = told
     is_compiled = bool(entries.get("compile.enable", "training.compile"))
     is_async = bool(entries.get(*(f"{part}.{_ASYNC_TP_ENTRY}" for part in ("compile", "parallelism", "experimental"))))
-    chosen = {WHOLE_LOSS: is_old, COMPILED: is_compiled and (is_old or not told), ASYNC_TP: is_async and tp > 1}
+    is_whole = is_old or "Chunked" not in str(entries.get("loss", default="Chunked"))
+    chosen = {WHOLE_LOSS: is_whole, COMPILED: is_compiled and (is_old or not told), ASYNC_TP: is_async and tp > 1}
     backend = entries.get("parallelism.expert_parallel_comm_backend", "model_spec.moe_comm_backend")
     chosen = {DEEPEP: backend in (DEEPEP, "hybridep"), BALANCED: bool(entries.get(_FORCED))} | chosen
     options = tuple(name for name, is_on in chosen.items() if is_on)  # blocks in float8 are compiled anyway
@@ -594,7 +595,8 @@ def _function_values(text: str) -> dict[str, Any]:
 
 _OF_TRAINING = (
     r"(job|metrics|checkpoint|lr_scheduler|profiling|validation|comm|debug)\..*|model\.hf_assets_path|"
-    r"training\.(steps|max_norm|dataset|dataset_path|seed|gc_freq|deterministic|mixed_precision_reduce)|"
+    r"training\.(steps|max_norm|dataset|dataset_path|seed|gc_freq|deterministic|mixed_precision_reduce|"
+    r"disable_cuda_graphs)|"
     r"optimizer\.(lr|eps|beta1|beta2|weight_decay|implementation)|compile\.components|activation_checkpoint\."
     r"per_op_sac_force_recompute_mm_shapes_by_fqns"
 )

@@ -13,6 +13,7 @@ from steelyard.files import read_text
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import load_model
 from steelyard.plan.dimensions import DIMENSIONS
+from steelyard.plan.dimensions.cp import METHOD
 from steelyard.plan.dimensions.fsdp import ZERO
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs
@@ -233,7 +234,8 @@ def _strategy(job: Job, settings: Settings, data: int, experts: int) -> Strategy
     stages = job.engine.capabilities.allowed(ZERO, is_piped=settings.pp > 1)
     is_one = len(stages) == 1 and is_sharded and not job.engine.capabilities.mixes_layers
     zero = max(stages) if is_one else settings.zero  # the only ZeRO stage of this engine's FSDP
-    words = ["-".join(levels) or "single"]
+    method = METHOD.texts[settings.cp_method] if settings.cp > 1 else ""
+    words = [("-".join(levels) or "single") + method]
     words += [f"zero{zero}"] if is_sharded and zero != 3 else []
     words += [f"ep{experts}"] if experts > 1 else []
     try:
