@@ -18,7 +18,11 @@ from steelyard.planning.settings import Settings, plan_of_file, price_settings
 from steelyard.precision import Precision
 
 CLUSTER, BLACKWELL = "1x8xh100-80gb", "1x8xb200-180gb"
-MODELS = {"torchtitan": "llama3.1-8b", "torchtitan+deepep+balanced": "qwen3-30b-a3b"}
+MODELS = {
+    "torchtitan": "llama3.1-8b",
+    "torchtitan+deepep+balanced": "qwen3-30b-a3b",
+    "recipe of experts": "qwen3-30b-a3b",
+}
 WRITTEN = {
     "degrees": ("megatron", Settings(tp=2, cp=2, micro_batch=2)),
     "uneven stages": ("megatron", Settings(pp=2, blocks=(17, 15))),
@@ -39,6 +43,7 @@ WRITTEN = {
     "recipe of uneven stages": ("megatron-bridge", Settings(pp=2, blocks=(17, 15), remat=Remat.SELECTIVE)),
     "recipe of chunks": ("megatron-bridge", Settings(pp=2, tp=2, vpp=2, remat_blocks=3)),
     "recipe in 8 bits": ("megatron-bridge", Settings(tp=2, remat=Remat.FULL)),
+    "recipe of experts": ("megatron-bridge", Settings(ep=8, sp=False)),
     "ZeRO-3": ("deepspeed", Settings(zero=3, sp=False, remat=Remat.FULL, micro_batch=2)),
     "ZeRO-2 beside tp": ("deepspeed", Settings(zero=2, sp=False, tp=2)),
     "ZeRO-1": ("deepspeed", Settings(zero=1, sp=False)),
@@ -56,7 +61,7 @@ PRECISIONS: dict[str, Precision] = {
 def test_what_is_written_for_an_engine_is_read_again(name: str, tmp_path: Path) -> None:
     engine, settings = WRITTEN[name]
     plain = engine.partition("+")[0]
-    model = MODELS.get(engine, "llama3-8b")
+    model = MODELS.get(name) or MODELS.get(engine, "llama3-8b")
     precision = PRECISIONS.get(name, "bf16")
     request = make_request(model, BLACKWELL, global_batch=64, seq_len=4096, precision=layer_precision(precision))
     plan, _ = price_settings(request, engine_of(engine), precision, settings)
@@ -577,6 +582,27 @@ def test_a_switch_of_megatron_is_written_and_read_again(name: str, tmp_path: Pat
     again, notes = plan_of_file(path, model, CLUSTER)
     assert (again.engine, again.prediction) == (plan.engine, plan.prediction)
     assert not any("overlap" in note or "moe" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "told"),
+    [
+        ("--expert-model-parallel-size 4", 8, "expert_tensor_parallel_size 2 (priced as whole experts over as many"),
+        ("--expert-model-parallel-size 4 --expert-tensor-parallel-size 1", 4, ""),
+        ("--expert-model-parallel-size 8", 8, "expert_tensor_parallel_size 2 (priced as 1)"),
+    ],
+)
+def test_experts_are_divided_over_tp_unless_a_script_says_otherwise(
+    flags: str, ranks: int, told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.sh"
+    path.write_text(
+        MOE_SCRIPT.replace("--expert-model-parallel-size 8", f"{flags} --tensor-model-parallel-size 2")
+        + "--sequence-parallel --moe-token-dispatcher-type alltoall"
+    )
+    plan, notes = plan_of_file(path, "mixtral-8x7b", "2x8xh100-80gb")
+    assert {strategy.expert_degree for strategy in plan.strategies[1:-1]} == {ranks // 2}
+    assert told in notes[0] if told else not notes
 
 
 def test_a_switch_with_another_value_is_not_on_but_named(tmp_path: Path) -> None:

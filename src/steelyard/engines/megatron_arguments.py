@@ -34,6 +34,8 @@ scale of 2^32."""
 _OF_RECIPE = {flags[-1].partition("-recipe ")[2]: precision for precision, flags in FLAGS.items() if flags}
 RECOMPUTED: tuple[Module, ...] = ("layernorm", "moe_act", "mla_up_proj")
 """Modules of selective remat that take little time. Recomputing attention's core saves nothing with a flash kernel."""
+FLEXIBLE = ("deepep", "hybridep")
+"""Backends of the flexible dispatcher of tokens that are priced."""
 IN_BF16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=1)
 """States with gradients in 16 bits."""
 OPTIONS: Mapping[str, Option] = {
@@ -166,7 +168,7 @@ def _check_sizes(entries: Entries, own: Mapping[str, str], chain: ModelChain) ->
 def _dispatch_options(entries: Entries) -> tuple[str, ...]:
     """Return the options of the engine for experts that the file sets."""
     backend = str(entries.get("moe_flex_dispatcher_backend", default="deepep"))
-    deep = "deepep" if backend in ("deepep", "hybridep") or entries.get("moe_enable_deepep") else None
+    deep = "deepep" if backend in FLEXIBLE or entries.get("moe_enable_deepep") else None
     dispatcher = str(entries.get("moe_token_dispatcher_type"))
     named = {"alltoall": "alltoall", "allgather": "allgather", "flex": deep}.get(dispatcher)
     if "moe_token_dispatcher_type" in entries.values and named is None:
@@ -262,6 +264,7 @@ def read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
         entries.number(f"{word}_model_parallel_size", f"{word}_parallel_size", short)
         for word, short in (("tensor", "tp"), ("pipeline", "pp"), ("context", "cp"), ("expert", "ep"))
     )
+    ep, parted = _ranks_of_experts(entries, chain, tp, ep)
     parts = _parts_of_layout(str(entries.get("pipeline_model_parallel_layout", default="")))
     chunks = entries.number("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "vp")
     if (layers := entries.number_or_none("num_layers_per_virtual_pipeline_stage")) is not None:
@@ -295,8 +298,18 @@ def read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
         seq_len=seq_len,
         precision=_read_precision(entries) or next((each for each in ("bf16", "fp16") if each in values), "fp32"),
         options=_dispatch_options(entries),
-        unread=(*(name for name in entries.unread if name not in own), *[_NARROW] * narrow),
+        unread=(*(name for name in entries.unread if name not in own), *[_NARROW] * narrow, *parted),
     )
+
+
+def _ranks_of_experts(entries: Entries, chain: ModelChain, tp: int, ep: int) -> tuple[int, list[str]]:
+    """Return the ranks over which experts are divided, and a note if their tensors are, too, as by default with tp."""
+    parts = entries.number("expert_tensor_parallel_size", "etp", default=tp)
+    if parts == 1 or not chain.has_experts:
+        return ep, []
+    is_whole = all(each.num_experts % (ep * parts) == 0 for each in chain.layer_types)
+    priced = "whole experts over as many ranks" if is_whole else "1"
+    return ep * parts if is_whole else ep, [f"expert_tensor_parallel_size {parts} (priced as {priced})"]
 
 
 def arguments(text: str) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed
 from steelyard.engines.engine import Entries, FileSettings, Option, Reader, Taken, literal, options_in
 from steelyard.engines.megatron_arguments import (
     FLAGS,
+    FLEXIBLE,
     IN_BF16,
     OPTIONS,
     SWITCHES,
@@ -380,7 +381,10 @@ def _assigned(text: str) -> dict[str, Any]:
                 raise ValueError(f"{called}, whose adapters belong to fused matrices; only CanonicalLoRA is read")
             found |= {"train": _lora(given)} if called == "CanonicalLoRA" else given if called in _READ else {}
             if called == _DISPATCHES and len(node.args) > 1:
-                found |= {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": literal(node.args[1])}
+                backend = str(literal(node.args[1]))
+                backend = found.get(backend.rpartition(".")[2], backend)
+                found |= {"moe_token_dispatcher_type": "flex"} if backend in FLEXIBLE else {}
+                found["moe_flex_dispatcher_backend"] = backend
     return found
 
 
