@@ -1,5 +1,7 @@
 """Tests of the report's search around a plan, within a limit of computing time."""
 
+from dataclasses import replace
+
 import pytest
 
 from steelyard.cost.job import Job
@@ -9,6 +11,7 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import BUDGETS, search_for_report
+from steelyard.planning.price import peak_bytes
 from tests.cost.examples import cluster, job, job_on_shared_cores, plan
 from tests.jobs import request_of
 
@@ -65,6 +68,17 @@ def test_a_proven_plan_is_a_point_of_its_frontier(searched: tuple[Job, Plan, Pla
     assert best.prediction is not None
     if best.prediction.certificate.is_optimal:
         assert [point.step_time_s for point in study.points if point.is_chosen] == [cost.step_time_s]
+
+
+def test_no_next_best_plan_lies_below_the_frontier(searched: tuple[Job, Plan, PlanCost], study: PlanStudy) -> None:
+    of, best, cost = searched
+    tight = min(study.points, key=lambda point: point.memory_bytes)
+    smaller = replace(of.groups[0], budget_bytes=(tight.memory_bytes + peak_bytes(best)) // 2)
+    other = plan_job(replace(of, groups=(smaller,)), Decisions()).plan
+    assert other is not None
+    with_other = best.model_copy(update={"next_best": (other.as_fallback(),)})
+    found = search_for_report(with_other, request_of(of), of, cost, time_limit_s=1e-9)
+    assert peak_bytes(other) in {point.memory_bytes for point in found.points}
 
 
 def test_no_baseline_is_faster_than_a_proven_plan(study: PlanStudy) -> None:

@@ -19,7 +19,7 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import shortfall
 from steelyard.plan.strategy import Strategy
-from steelyard.planning.frontier import memory_points, priced_point
+from steelyard.planning.frontier import falling, memory_points, priced_point
 from steelyard.planning.price import describe, peak_bytes, with_cost, with_price
 from steelyard.planning.problem import stage_strategies
 from steelyard.planning.request import SIMPLIFY, PlanRequest
@@ -216,6 +216,8 @@ def search_for_report(
     point = priced_point(priced, is_chosen=True) if proven and peak_bytes(priced) <= job.budget_bytes else None
     until = time.process_time() + FRONTIER_SHARE * (deadline - time.process_time())
     points, _ = memory_points(study, point, max_searches=MAX_POINTS, deadline=until, progress=progress)
+    known = (each for each in plan.contenders()[1:] if everywhere or describe(each.pipeline) == describe(plan.pipeline))
+    points = falling([*points, *(priced_point(with_price(each, job)) for each in known)])
     explanation, left_out = what_was_searched(study, priced, deadline, progress=progress)
     return PlanStudy(
         scope="all pipeline configurations" if everywhere else f"plans of {describe(plan.pipeline)}",
