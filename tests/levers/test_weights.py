@@ -52,7 +52,7 @@ def test_a_7b_is_fine_tuned_in_full_on_one_card_of_80_gb() -> None:
 def test_what_it_does_not_go_with_is_refused(changed: dict[str, Any], levers: dict[str, str], found: str) -> None:
     with pytest.raises(UserError) as caught:
         make_request("llama2-7b", **ONE | changed, levers={"weights": "bf16", **levers})
-    assert (caught.value.field, caught.value.found) == ("--weights", f"bf16 {found}")
+    assert (caught.value.field, caught.value.found) == ("--weights", f"--weights bf16 {found}")
 
 
 def test_automodel_loads_and_reduces_in_bf16() -> None:

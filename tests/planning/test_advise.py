@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.planning.advise import Advice, advise, hints, least_bytes
+from steelyard.planning.advise import Advice, advise, hints, least_bytes, single_changes
 from steelyard.planning.choose import plan_request
 from steelyard.planning.complete import NothingFitsError, find_plan
 from steelyard.planning.job import job_of
@@ -150,3 +150,9 @@ def test_the_minimum_memory_of_an_engine_of_one_strategy_holds_a_plan() -> None:
     assert least is not None
     assert study.answer(within("", least)).plan is not None
     assert study.answer(within("", least - 2**20)).plan is None
+
+
+def test_a_base_in_4_bits_is_offered_for_adapters() -> None:
+    adapters = _request("llama-demo", "1x1xa100-40gb", seq_len=64, levers={"train": "lora:r=8"})
+    assert {"base": "nf4"} in list(single_changes(adapters, asked=False))
+    assert not any("base" in each for each in single_changes(_request("llama-demo", "1x1xa100-40gb"), asked=False))

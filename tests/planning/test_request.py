@@ -316,3 +316,17 @@ def test_what_is_frozen_beside_adapters_is_found_once_and_kept(
     kept.write_text("{")
     assert requests.changed_chain(model, levers, ()) == found
     assert "cannot be read" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"base": "nf4"}, {"loss": "chunked"}, {"compile": "blocks", "optimizer": "sgd"}])
+def test_levers_join_adapters_as_if_asked_for_together(more: dict[str, str]) -> None:
+    adapters = {"train": "lora:r=8"}
+
+    def asked(levers: dict[str, str]) -> PlanRequest:
+        return make_request("llama-demo", "1x1xa100-40gb", global_batch=1, seq_len=64, levers=levers)
+
+    assert requests.with_levers(asked(adapters), more) == asked(adapters | more)
+    frozen = make_request("llama-demo", "1x1xa100-40gb", global_batch=1, seq_len=64, freeze=["*.norm"])
+    with pytest.raises(UserError, match="a model with frozen parameters"):
+        requests.with_levers(frozen, adapters)

@@ -108,7 +108,9 @@ def advise(
             not each.startswith("--engine") for each in untried
         )
         console().print(f"No time was left for {', '.join(untried)}.{again}")
-    if found and found[0].fits:
+    if own.fits and not (found and found[0].step_s < own.step_s):
+        print(f"The job fits as asked: {plan_with('')}")
+    elif found and found[0].fits:
         print(f"Take the first: {plan_with(found[0].options)}")
 
 

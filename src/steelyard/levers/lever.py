@@ -245,7 +245,8 @@ class Lever(ABC):
             found = f"with the engine {asked.engine.name}" + f", {refused}" * bool(refused)
             objections = iter([(found, f"an engine that runs it: {others}", f"leave --engine or --{self.name} out")])
         for found, expected, hint in objections:
-            raise UserError(field=f"--{self.name}", found=f"{self} {found}", expected=expected, hint=hint)
+            option = f"--{self.name}"
+            raise UserError(field=option, found=f"{option} {self} {found}", expected=expected, hint=hint)
 
     def objections(self, _asked: Asked) -> Iterator[Objection]:
         """Yield reasons why the lever is not possible, regardless of the engine; only the first one is reported."""

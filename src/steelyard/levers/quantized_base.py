@@ -54,8 +54,8 @@ class QuantizedBase(WordLever):
 
     @classmethod
     def offered_for(cls, chain: ModelChain) -> tuple[str, ...]:
-        """Return quantized experts, if there are any; ``--train qlora`` is the offer of other values."""
-        return (f"nf4{_EXPERTS}",) if chain.has_experts else ()
+        """Return 4 bits for adapters that the model has, and quantized experts; ``--train qlora`` offers the rest."""
+        return (*(["nf4"] if chain.has_adapters else []), *([f"nf4{_EXPERTS}"] if chain.has_experts else []))
 
     def objections(self, asked: Asked) -> Iterator[Objection]:
         """Object to a base that is trained itself."""

@@ -190,7 +190,7 @@ def _refusal(request: PlanRequest, change: Change) -> str:
         check_levers(levers, request.chain, request.engine, devices, request.precision)
     except UserError as error:
         lever = next((each for each in levers if error.field == f"--{each.name}"), None)
-        return f"not possible {error.found.removeprefix(f'{lever} ')}"
+        return f"not possible {error.found.removeprefix(f'{error.field} {lever} ')}"
     return ""
 
 

@@ -369,11 +369,12 @@ def _no_uniform_plan(job: Job, decisions: Decisions) -> NoUniformPlanError:
     asked = (each for each in offered if all(pin.allows(each) for pin in pins))
     lacking = {engine.capabilities.refusal_of(job.chain, each) for each in asked}
     why = f": it has no {lacking.pop()}" if len(lacking) == 1 and None not in lacking else ""
+    levers = f" with {job.levers}" if job.levers else ""
     batches = f", or give a --global-batch that {devices} divides" if job.global_batch % devices else ""
     return NoUniformPlanError(
         field=option,
         found=f"{('no strategy' if is_free else f'{engine.name}, which has no strategy')} that every layer of "
-        f"{job.chain.name} can use within the other restrictions{why}",
+        f"{job.chain.name}{levers} can use within the other restrictions{why}",
         expected="decisions, a batch and devices that leave one strategy for all layers",
         hint=f"leave {option} out, or another restriction{batches}",
     )

@@ -33,7 +33,7 @@ from steelyard.levers.lever import AUTO
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain, frozen_chain
 from steelyard.model.freeze import Freeze
-from steelyard.model.read import ImageSize, chain_with_images, load_model
+from steelyard.model.read import ImageSize, chain_with_images, load_model, planned_model
 from steelyard.modules.kept_splits import read_kept
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.file import default_folder, digest, keep, parse_file
@@ -366,21 +366,22 @@ def request_of_plan(
 def with_levers(request: PlanRequest, texts: Mapping[str, str]) -> PlanRequest:
     """Return the request with these levers added to its own. Raises `UserError` if they are impossible.
 
-    Levers that change the model require one without changes or frozen parameters.
+    Levers that change the model require one without parameters that the user froze.
     """
     levers = Levers.of({**request.levers.texts, **texts})
     chain = request.chain
     if Levers.of(texts).change(chain) == chain:
         return replace(request, levers=levers)
-    if chain.changes or chain.freeze is not None:
+    if chain.freeze is not None and not chain.has_adapters:
         raise UserError(
             field="levers",
-            found=f"{levers} for a changed model",
-            expected="a model as its config says",
+            found=f"{levers} for a model with frozen parameters",
+            expected="a model that is trained whole, or by adapters",
             hint="plan anew",
         )
     check_levers(levers, chain, request.engine)
-    return replace(request, levers=levers, chain=changed_chain(chain, levers, (), request.own))
+    plain = planned_model(chain.name, chain.config, chain.split) if chain.changes else chain
+    return replace(request, levers=levers, chain=changed_chain(plain, levers, (), request.own))
 
 
 def changed_chain(chain: ModelChain, levers: Levers, freeze: Sequence[str], own: Any = None) -> ModelChain:
