@@ -14,6 +14,7 @@ import yaml
 from torch import nn
 
 from steelyard.engines import ENGINE_OF_TARGET, ENGINES
+from steelyard.engines.capabilities import unsupported
 from steelyard.engines.execution import Execution
 from steelyard.engines.writing import UniformPlan
 from steelyard.errors import UserError
@@ -153,6 +154,16 @@ def test_an_export_says_its_levers_and_what_is_not_the_same() -> None:
 def test_parameters_in_host_memory_are_said_where_fsdp_shards_them(to: str, ending: str, key: str) -> None:
     assert key in text_of(with_levers({"offload": "parameters"}, "fsdp8"), to, ending)
     assert key not in text_of(with_levers({}, "fsdp8"), to, ending)
+
+
+def test_on_one_device_only_deepspeed_keeps_parameters_in_host_memory() -> None:
+    levers = {"offload": "parameters"}
+    alone = uniform("single", devices=1, levers=levers)
+    content = json.loads(text_of(alone, "deepspeed", ".json"))["zero_optimization"]
+    assert (content["stage"], content["offload_param"]["device"]) == (3, "cpu")
+    for engine in ("accelerate", "transformers", "torchtitan"):
+        reasons = unsupported(alone, ENGINES[engine].running(Levers.of(levers)).capabilities)
+        assert "layers that nothing divides" in reasons
 
 
 def test_a_plan_without_levers_is_written_as_before() -> None:

@@ -22,6 +22,7 @@ MODELS = {
     "torchtitan": "llama3.1-8b",
     "torchtitan+deepep+balanced": "qwen3-30b-a3b",
     "recipe of experts": "qwen3-30b-a3b",
+    "AutoEP": "qwen3-30b-a3b",
 }
 WRITTEN = {
     "degrees": ("megatron", Settings(tp=2, cp=2, micro_batch=2)),
@@ -31,6 +32,7 @@ WRITTEN = {
     "remat of some blocks": ("megatron", Settings(pp=2, tp=2, remat_blocks=3)),
     "heads exchanged for the sequence": ("megatron", Settings(tp=2, cp=2, cp_method="ulysses")),
     "shards": ("megatron-fsdp", Settings(zero=3, tp=2)),
+    "shards over cp alone": ("megatron-fsdp", Settings(zero=3, tp=4, cp=2)),
     "hybrid shards": ("megatron-fsdp", Settings(zero=3, replicas=2)),
     "FSDP": ("torchtitan", Settings(zero=3, remat=Remat.SELECTIVE, micro_batch=2)),
     "FSDP that keeps parameters": ("torchtitan", Settings(zero=2, tp=2, replicas=2)),
@@ -45,6 +47,7 @@ WRITTEN = {
     "recipe in 8 bits": ("megatron-bridge", Settings(tp=2, remat=Remat.FULL)),
     "recipe of experts": ("megatron-bridge", Settings(ep=8, sp=False)),
     "ZeRO-3": ("deepspeed", Settings(zero=3, sp=False, remat=Remat.FULL, micro_batch=2)),
+    "AutoEP": ("deepspeed", Settings(zero=3, ep=8, sp=False)),
     "ZeRO-2 beside tp": ("deepspeed", Settings(zero=2, sp=False, tp=2)),
     "ZeRO-1": ("deepspeed", Settings(zero=1, sp=False)),
 }

@@ -126,7 +126,8 @@ class Capabilities:
             ]
             if named:
                 return named[0]
-            return f"{' with '.join(sorted(dimension.name for dimension in dimensions))} in one layer"
+            names = " with ".join(sorted(dimension.name for dimension in dimensions))
+            return f"{names} in one layer" if names else "layers that nothing divides"
         misplaced = self._misplaced(strategy)
         if misplaced is not None:
             return misplaced

@@ -105,12 +105,12 @@ def _write(request: Request) -> Draft:
 
 
 def _content(view: UniformPlan, preset: str | None) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": view.zero if view.fsdp > 1 else 0}
-    if view.fsdp > 1:
+    zero: dict[str, Any] = {"stage": 3 if view.on_host else view.zero if view.fsdp > 1 else 0}
+    if zero["stage"]:
         zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
         if view.on_host:
             zero |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in _OFFLOADED}
-        zero |= {"stage3_gather_16bit_weights_on_model_save": True} if view.zero == 3 else {}
+        zero |= {"stage3_gather_16bit_weights_on_model_save": True} if zero["stage"] == 3 else {}
     content: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": view.microbatch_per_rank,
         "gradient_accumulation_steps": view.pipeline.num_microbatches,
@@ -143,6 +143,7 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
     entries.skip(*(name for name, value in kept.items() if entries.values.get(name) == value))
     entries.skip_like(_OF_TRAINING)
     is_recomputed = any(name.startswith("activation_checkpointing") for name in entries.values)
+    entries.skip("expert_parallel.preset_model")
     tp = entries.number("tensor_parallel.autotp_size")
     micro_batch = entries.number("train_micro_batch_size_per_gpu")
     batch, steps = (entries.number_or_none(name) for name in ("train_batch_size", "gradient_accumulation_steps"))
@@ -154,6 +155,7 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
     return FileSettings(
         settings=Settings(
             tp=tp,
+            ep=entries.number("expert_parallel.autoep_size") if entries.get("expert_parallel.enabled") else 1,
             micro_batch=micro_batch,
             zero=entries.number("zero_optimization.stage", default=0, least=0),
             sp=False,
@@ -198,7 +200,7 @@ DEEPSPEED = Engine(
     refuse=lambda chain, seq_len: refuse_as_transformers("deepspeed", chain),
     levers={
         "train": peft.LEVERS["train"],
-        "offload": peft.OFFLOAD,
+        "offload": replace(peft.OFFLOAD, dimensions=dimensions_of("fsdp")),
         "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
         "optimizer": peft.one_of(_OPTIMIZERS, "which flattens parameters under ZeRO and has no such states"),
     },

@@ -64,7 +64,7 @@ FSDP_CAPABILITIES = replace(
     CAPABILITIES,
     dimensions=dimensions_of(
         *("fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp", "fsdp+ep", "fsdp+tp+ep", "fsdp+cp", "fsdp+cp+tp"),
-        *("tp", "cp", "cp+tp"),
+        "tp",
     ),
     modes={**CAPABILITIES.modes, "zero": frozenset({2, 3})},
     modes_beside={"dp": {"zero": frozenset({3})}},

@@ -288,7 +288,7 @@ def read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
             ep=ep,
             replicas=instances if zero > 1 else 1,
             micro_batch=entries.number("micro_batch_size", "mbs"),
-            zero=zero if data > 1 else 1,
+            zero=zero if data * cp > 1 else 1,
             sp=bool(entries.get("sequence_parallel", default=False)),
             remat=remat,
             remat_blocks=blocks,

@@ -621,6 +621,7 @@ def _compiling(engine: Engine) -> Engine:
     return found.with_kernels(loss_bytes=(4, 2), eager_routing=False)
 
 
+_SHARDED = dimensions_of("fsdp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp") - dimensions_of()
 TORCHTITAN = Engine(
     name="torchtitan",
     capabilities=CAPABILITIES,
@@ -637,7 +638,7 @@ TORCHTITAN = Engine(
     },
     refuse=_refuse,
     levers={
-        "offload": replace(peft.OFFLOAD, dimensions=dimensions_of("fsdp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp")),
+        "offload": replace(peft.OFFLOAD, dimensions=_SHARDED),
         "float8": Taken(execution=_compiled),
         "weights": Taken(),
     },
