@@ -171,3 +171,13 @@ def test_a_plan_keeps_its_margin_and_explain_says_what_it_costs(comfortable: Pla
     assert (again.budget_bytes, again.margin_bytes) == (comfortable.job.budget_bytes, comfortable.job.margin_bytes)
     names = [variant.name for variant in other_budgets(again)]
     assert names == ["no margin (3.96 GiB more)", "1.00 GiB more", "1.00 GiB less"]
+
+
+def test_a_plan_for_more_memory_than_a_device_has_is_told_that_it_runs_out(comfortable: PlanningResult) -> None:
+    assert comfortable.plan is not None
+    assert comfortable.cost is not None
+    job = of()
+    small = replace(job.cluster.device, memory_bytes=peak_bytes(comfortable.plan) - GIB)
+    (warning,) = warnings_of(job.on(cluster=job.cluster.on(device=small)), comfortable.plan, comfortable.cost.stages)
+    assert "it runs out of memory unless the device has more" in warning
+    assert "allocator" not in warning

@@ -231,6 +231,7 @@ def short_gpt2() -> ModelChain:
         ({"imbalance": 1.5}, "imbalance", "a model with experts"),
         ({"model": mixtral, "imbalance": 0.5}, "imbalance", "1 (every rank's experts get as many tokens) to 8"),
         ({"model": mixtral, "imbalance": 9.0}, "imbalance", "to 8"),
+        ({"memory": 0}, "memory", "1 to "),
         ({"memory_margin": 0.95}, "memory_margin", "from 0 to 0.9"),
         ({"global_batch": "max", "objective": "devices"}, "--global-batch", "max with --objective devices"),
         ({"seq_len": "max", "global_batch": "max"}, "--seq-len", "max with --global-batch max"),

@@ -117,7 +117,7 @@ class Device:
             )
         known = [each for each in instead if each in self.peak_flop_per_s]
         raise InvalidClusterError(
-            field="dtype",
+            field="--precision",
             found=f"{dtype!r} on device {self.name!r}, which has no matrix units for it or no known rate",
             expected="one of " + ", ".join(sorted(self.peak_flop_per_s)),
             hint=f"plan with --precision {max(known, key=self.peak_flop_per_s.__getitem__)}"

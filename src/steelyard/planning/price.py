@@ -270,7 +270,12 @@ def warnings_of(
         missed_bytes = missed.groups[place].margin_bytes if missed and fullest else 0
         device, has = pool.cluster.device, pool.cluster.device.memory_bytes
         told = [f"no plan was found that leaves {format_bytes(missed_bytes)} per device free"] if missed_bytes else []
-        if device.is_gpu and has is not None and fullest > has * (1 - MARGIN):
+        if has is not None and fullest > has:
+            told.append(
+                f"the fullest device needs {format_bytes(fullest)}, more than the {format_bytes(has)} of "
+                f"{device.name}: it runs out of memory unless the device has more"
+            )
+        elif device.is_gpu and has is not None and fullest > has * (1 - MARGIN):
             told.append(
                 f"the fullest device holds {format_bytes(fullest)}, {fullest / has:.1%} of what it has; an allocator "
                 "so full may free and allocate again in every step, which has slowed published runs"

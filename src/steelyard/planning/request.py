@@ -30,7 +30,7 @@ from steelyard.hardware import Cluster, parse_pools, with_network
 from steelyard.installed import TRAINING, installed_version, require_training
 from steelyard.levers import LEVERS, NO_LEVERS, Levers
 from steelyard.levers.lever import AUTO
-from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
+from steelyard.limits import MOST_BYTES, MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain, frozen_chain
 from steelyard.model.freeze import Freeze
 from steelyard.model.read import ImageSize, chain_with_images, load_model, planned_model
@@ -456,7 +456,8 @@ def _taken(plan: Plan, machines: Cluster) -> list[tuple[str, CostSource, Budget]
 
 def _check_sizes(request: PlanRequest) -> None:
     batch, seq_len = request.global_batch, request.seq_len
-    for name, value, most in (("global_batch", batch, MOST_SAMPLES), ("seq_len", seq_len, MOST_TOKENS)):
+    memory = ("memory", request.memory_bytes, MOST_BYTES)
+    for name, value, most in (("global_batch", batch, MOST_SAMPLES), ("seq_len", seq_len, MOST_TOKENS), memory):
         if value is not None and not 1 <= value <= most:
             raise UserError(
                 field=name, found=str(value), expected=f"1 to {most}", hint=f"give --{name.replace('_', '-')}"
