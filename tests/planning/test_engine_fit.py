@@ -20,6 +20,7 @@ from steelyard.planning.engine_fit import FittedPlan, fit_plan
 from steelyard.planning.price import assemble_plan, peak_bytes, with_price
 from steelyard.planning.problem import make_tables
 from steelyard.planning.uniform import uniform_choices
+from steelyard.search.cuts import Leading
 from tests.cost.examples import PARAMS, SEQ_LEN, chain, cluster, profile
 from tests.schedules.examples import pipeline
 
@@ -106,6 +107,16 @@ def test_embedding_and_head_are_never_recomputed() -> None:
             for layer_type, *columns in zip(job.chain.layer_types, choice.columns, choice.recomputed, strict=False):
                 remats = {tables.strategies[column].remat for column in columns}
                 assert layer_type.name == "block" or remats == {Remat.NONE}
+
+
+def test_no_first_chunk_recomputes_fewer_blocks_than_the_others() -> None:
+    theirs = replace(small_job(budget_bytes=1 << 31), engine=ENGINES["megatron"])
+    found: dict[int, set[Leading]] = {}
+    for tables in (each.tables for each in make_tables(theirs, Decisions())):
+        leading = {choice.leading for choice in uniform_choices(theirs, tables)}
+        found.setdefault(tables.pipeline.num_chunks, set()).update(leading)
+    assert found[3] == {Leading.NONE}  # 4 blocks and both ends in 2 stages of 3 chunks
+    assert Leading.SAME in found[1] & found[2]
 
 
 def test_what_fits_nowhere_is_a_miss_in_bytes() -> None:

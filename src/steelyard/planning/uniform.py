@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.build import usable_bytes
+from steelyard.cost.fold import missing_blocks
 from steelyard.cost.job import Job
 from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerRole
@@ -46,11 +47,13 @@ def uniform_choices(job: Job, tables: CostTables, *, remat_runs: bool = False) -
     alike = np.where(is_block, np.where(tables.legal[:, blocks], blocks, dense), of_ends)
     counts = np.bincount(tables.layers, minlength=len(tables.layer_types))
     slowest = _SlowestStage(tables, usable_bytes(job), int(np.argmax(np.where(is_block[:, 0], counts, -1))))
+    # a first chunk with one block fewer would recompute one fewer than the other chunks
+    lacks_first = missing_blocks(job.chain.num_layers - 2, tables.pipeline.num_chunks)[0] > 0
     every = np.arange(len(blocks))
     groups = [(np.stack([every, every], axis=1)[:, None], Leading.NONE)]
     if remat_runs:
         groups.append((_remat_pairs(tables.strategies, tuple(itertools.combinations(REMATS, 2))), Leading.FREE))
-    elif job.engine.capabilities.remats_first_blocks:
+    elif job.engine.capabilities.remats_first_blocks and not lacks_first:
         groups.append((_remat_pairs(tables.strategies, ((Remat.NONE, Remat.FULL),)), Leading.SAME))
     return list(_choices(tables, alike, (alike == blocks).any(axis=0), groups, slowest))
 
