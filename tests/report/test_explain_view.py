@@ -4,7 +4,9 @@ import pytest
 from rich.console import Console
 
 from steelyard.plan.choices import ANY_PLAN, ComparedBaseline, Explanation
+from steelyard.planning.price import with_price
 from steelyard.report.explain_view import explain_view
+from steelyard.units import format_seconds
 from tests.cost.examples import cluster, job, plan
 
 UNLIKE = "tp2, dp2, fsdp2, tp2, dp2, fsdp2"
@@ -39,3 +41,14 @@ def test_a_faster_plan_with_less_memory_is_next_to_the_fastest_within_this_budge
     console.print(explain_view(found, Explanation(binds="", rivals=(free,), budgets=(less,))))
     table = console.export_text().partition("another memory budget")[2]
     assert [" ".join(line.split()[:2]) for line in table.splitlines() if "stage:" in line] == rows
+
+
+def test_the_time_of_a_microbatch_and_of_what_is_fixed_add_up_to_the_step():
+    of = job(cluster(1, 2))
+    found = with_price(plan(of, ", ".join(["dp2"] * of.chain.num_layers), num_microbatches=1), of)
+    console = Console(record=True, width=200)
+    console.print(explain_view(found, Explanation(binds="")))
+    text, prediction = console.export_text(), found.prediction
+    fixed_s = prediction.step_time_s - prediction.stages[0].total_time_s
+    assert f"Time: {format_seconds(prediction.stages[0].total_time_s)} per microbatch" in text
+    assert f"Fixed: {format_seconds(fixed_s)} of a step" in text
