@@ -263,6 +263,14 @@ export ARGS=" \\
 "
 sh -c "torchrun pretrain_gpt.py ${SIZES} ${ARGS}"
 """
+ARRAYS = """
+PARALLEL=(
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer
+    --sequence-parallel
+)
+BATCH=(--micro-batch-size 1 --global-batch-size 64 --seq-length 4096 --delay-wgrad-compute --bf16)
+torchrun pretrain_gpt.py "${PARALLEL[@]}" "${BATCH[@]}"
+"""
 RECIPE = """
 model.tensor_model_parallel_size=2 model.pipeline_model_parallel_size=2 model.sequence_parallel=True
 train.micro_batch_size=1 train.global_batch_size=64 model.seq_length=4096 --bf16 --use-distributed-optimizer
@@ -270,7 +278,7 @@ train.micro_batch_size=1 train.global_batch_size=64 model.seq_length=4096 --bf16
 """
 
 
-@pytest.mark.parametrize("text", [SCRIPT, QUOTED, RECIPE])
+@pytest.mark.parametrize("text", [SCRIPT, QUOTED, ARRAYS, RECIPE])
 def test_a_users_own_arguments_are_read_and_the_rest_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.sh"
     path.write_text(text)

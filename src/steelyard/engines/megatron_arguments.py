@@ -332,7 +332,7 @@ def arguments(text: str) -> Mapping[str, Any]:
         is_same = set_to.get(variable, meant) == meant
         set_to[variable] = meant if is_same else None  # what depends on a condition stays open
     words = re.sub(r"\\\n|[\"']|(?<==)\(", " ", filled(spelt)).split()
-    words = [word.strip("()") if word.count("(") != word.count(")") else word for word in words]
+    words = [word.strip("()") or ")" if word.count("(") != word.count(")") else word for word in words]
     lists = [place for place, word in enumerate(words) if word in _LISTS]
     for place in reversed(lists):
         end = next((n for n in range(place + 1, len(words)) if not words[n].isidentifier()), len(words))
@@ -344,7 +344,7 @@ def arguments(text: str) -> Mapping[str, Any]:
             continue
         given = option[2] if option[1] else option[4]
         name = (option[1] or option[3]).rpartition(".")[2].replace("-", "_")
-        is_alone = given is None and re.match(r"-|[\w.]+\+?=", after) is not None
+        is_alone = given is None and re.match(r"-|\)|[\w.]+\+?=", after) is not None
         value = given if given is not None else True if is_alone else after
         found[name] = {"true": True, "false": False, "null": None, "none": None}.get(str(value).lower(), value)
     return {name: value for name, value in found.items() if value is not None and value is not False}
