@@ -271,10 +271,12 @@ def test_adapters_that_it_has_not_are_refused(text: str, reason: str) -> None:
     assert reason in refused
 
 
-def test_adapters_are_not_written_for_a_model_with_experts() -> None:
+def test_adapters_are_refused_before_a_search_for_a_model_with_experts() -> None:
     plan = divided_experts("qwen3-30b-a3b", ep=1, num_layers=48, parallel="dp8")
-    with pytest.raises(UserError, match="which has experts"):
-        exported(plan.model_copy(update={"levers": LORA}), "megatron-bridge")
+    chain = plan.model_copy(update={"levers": LORA}).chain()
+    with pytest.raises(UserError, match="adapters in qwen3-30b-a3b, which has experts") as refused:
+        ENGINES["megatron-bridge"].check_model(chain, 4096)
+    assert refused.value.field == "--engine"
 
 
 def test_megatron_keeps_blocks_cast_to_8_bits_and_bridge_has_them_as_its_parameters() -> None:

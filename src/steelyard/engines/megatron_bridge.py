@@ -119,13 +119,6 @@ def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     chain = request.plan.chain()
     train = request.plan.chosen_levers.value(Train)
-    if not train.is_default and view.has_experts:
-        raise UserError(
-            field="--to",
-            found=f"megatron-bridge for adapters in {chain.name}, which has experts",
-            expected="a model without experts, because Megatron-Bridge also adds adapters to the experts",
-            hint="export --to automodel or transformers",
-        )
     megatron.refuse_cut_token("megatron-bridge", chain, view.tp)
     options = options_in(request.plan.engine)
     of_plan = megatron.attributes([*megatron.parallel_flags(view, options), *megatron.remat_flags(view, chain)])
@@ -181,6 +174,13 @@ def _set_afterwards(chain: ModelChain, seq_len: int) -> dict[str, Any]:
 
 def _refuse(chain: ModelChain, seq_len: int) -> None:
     refuse_untold("megatron-bridge", chain)
+    if chain.has_adapters and chain.has_experts:
+        raise UserError(
+            field="--to",
+            found=f"megatron-bridge for adapters in {chain.name}, which has experts",
+            expected="a model without experts, because Megatron-Bridge also adds adapters to the experts",
+            hint="export --to automodel or transformers",
+        )
     _set_afterwards(chain, seq_len)
 
 
