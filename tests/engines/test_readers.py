@@ -639,7 +639,7 @@ def test_a_switch_that_a_plan_leaves_without_effect_is_not_written() -> None:
 
 @pytest.mark.parametrize("option", ["whole-loss", "compile", "async-tp"])
 def test_an_option_of_torchtitan_is_written_and_read_again(option: str, tmp_path: Path) -> None:
-    request = make_request("llama3.1-8b", CLUSTER, global_batch=16, seq_len=4096, memory_margin=0.0)
+    request = make_request("llama3.1-8b", CLUSTER, global_batch=16, seq_len=4096)
     engine = engine_of(f"torchtitan+{option}")
     plan, _ = price_settings(request, engine, "bf16", Settings(tp=2, zero=3))
     written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))

@@ -308,7 +308,7 @@ def test_more_than_the_host_has_is_refused_and_not_advised(tmp_path: Path, monke
     assert caught.value.field == "host_memory_GiB"
     assert "more than its 1.02 MiB" in caught.value.found
     found = advise(make_request("llama-demo", cluster, **OPTIONS), asked=False)
-    assert any(each.startswith("--offload optimizer: ") and "more than its 1.02 MiB" in each for each in found.left_out)
+    assert any("--offload optimizer" in each and "more than its 1.02 MiB" in each for each in found.left_out)
     assert not any(each.options == "--offload optimizer" for each in found.changes)
 
 

@@ -251,7 +251,11 @@ def read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
     entries.skip(*_LAUNCH, *_NOT_PRICED)
     modules = str(values.get("recompute_modules", "")).split()
     entries.skip(*(["recompute_modules"] if {*modules} <= {*RECOMPUTED} else []))
-    usual = {"attention_backend": ("auto", "flash", "fused"), "transformer_impl": ("transformer_engine",)}
+    usual = {
+        "attention_backend": ("auto", "flash", "fused"),
+        "transformer_impl": ("transformer_engine",),
+        "cross_entropy_fusion_impl": ("te",),
+    }
     entries.skip(*(name for name, known in usual.items() if values.get(name) in known))
     entries.skip_like(_OF_TRAINING)
     seq_len = entries.number_or_none("seq_length", "sequence_length", "seq_len")
