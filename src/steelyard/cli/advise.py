@@ -11,7 +11,7 @@ from steelyard.output import command
 from steelyard.plan.choices import Advice
 from steelyard.planning.advise import advise as advice_of
 from steelyard.planning.largest import MODEL, SEQ_LEN, Largest, kinds, largest
-from steelyard.planning.request import PlanRequest, make_request
+from steelyard.planning.request import SIMPLIFY, PlanRequest, make_request
 from steelyard.report.tables import advice_table, console
 from steelyard.units import format_bytes, format_seconds
 
@@ -108,7 +108,7 @@ def advise(
             not each.startswith("--engine") for each in untried
         )
         console().print(f"No time was left for {', '.join(untried)}.{again}")
-    if own.fits and not (found and found[0].step_s < own.step_s):
+    if own.fits and not (found and found[0].step_s < (1 - SIMPLIFY) * own.step_s):
         print(f"The job fits as asked: {plan_with('')}")
     elif found and found[0].fits:
         print(f"Take the first: {plan_with(found[0].options)}")
