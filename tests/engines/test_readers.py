@@ -13,6 +13,8 @@ from steelyard.engines.writing import Request, export_plan
 from steelyard.errors import UserError
 from steelyard.hardware import parse_cluster
 from steelyard.plan.strategy import Remat
+from steelyard.planning.job import job_of
+from steelyard.planning.price import with_price
 from steelyard.planning.request import make_request
 from steelyard.planning.settings import Settings, plan_of_file, price_settings
 from steelyard.precision import Precision
@@ -649,3 +651,11 @@ def test_an_option_of_torchtitan_is_written_and_read_again(option: str, tmp_path
         again, notes = plan_of_file(path, "llama3.1-8b", CLUSTER)
         assert (again.prediction == plan.prediction) or path.suffix == ".toml"
         assert not notes
+
+
+def test_experts_in_8_bits_have_one_price_as_settings_and_as_a_plan() -> None:
+    asked: dict[str, Any] = {"global_batch": 64, "seq_len": 4096}
+    settings = Settings(ep=8, sp=False)
+    plan, _ = price_settings(make_request("qwen3-30b-a3b", CLUSTER, **asked), ENGINES["megatron"], "fp8", settings)
+    as_planned = make_request("qwen3-30b-a3b", CLUSTER, engine="megatron", precision="fp8", **asked)
+    assert with_price(plan, job_of(as_planned)).prediction == plan.prediction

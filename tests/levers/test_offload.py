@@ -197,7 +197,7 @@ def test_advice_offers_it_and_a_search_never_takes_it_by_itself() -> None:
     found = {each.options: each for each in advise(asked, asked=False).changes}
     assert found["--offload optimizer"].result == "exact"
     assert found["--offload optimizer"].saved_bytes > 0
-    assert found["--offload activations"].result == "exact"
+    assert found["--offload optimizer+activations"].result == "exact"
     assert not find_plan("llama-demo", "1x1xa100-40gb", **OPTIONS).levers
 
 

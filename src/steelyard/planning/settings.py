@@ -45,7 +45,7 @@ def price_settings(request: PlanRequest, engine: Engine, precision: Precision, s
     states = engine.execution.states
     if settings.zero == 0 and states is not None:
         engine = replace(engine, execution=replace(engine.execution, states=replace(states, zero=0)))
-    job = replace(job_under(job_of(request), engine), precision=precision)
+    job = job_under(replace(job_of(request), precision=precision), engine)
     return with_price(plan_of_settings(job, settings), job), job
 
 
