@@ -21,8 +21,10 @@ from steelyard.plan.prediction import Certificate
 from steelyard.plan.strategy import Remat
 from steelyard.planning import choose
 from steelyard.planning.choose import PlanningResult, accept, plan_job
+from steelyard.planning.complete import complete
 from steelyard.planning.price import peak_bytes
 from steelyard.planning.problem import make_tables
+from steelyard.planning.request import make_request
 from steelyard.search.evaluate import evaluate
 from steelyard.search.partition import quick_bound_s
 from tests.cost.examples import cluster, job
@@ -114,7 +116,9 @@ def test_a_plan_that_the_simulator_prefers_says_among_how_many_and_its_gap_to_th
     assert found.plan is not None
     assert found.plan.prediction is not None
     certificate = found.plan.prediction.certificate
-    assert (certificate.status, certificate.num_simulated) == ("simulated", choose.NUM_RESCORED)
+    assert certificate.status == "simulated"
+    most = choose.NUM_RESCORED + choose.MOST_AGAIN
+    assert choose.NUM_RESCORED <= (certificate.num_simulated or 0) <= most
     assert certificate.gap is not None
     assert 0 < certificate.gap < 1
 
@@ -269,3 +273,17 @@ def test_no_table_promises_less_than_what_is_known_before_it_is_made(
     for each in make_tables(of, options):
         assert each.pipeline == each.tables.pipeline
         assert each.least_s <= quick_bound_s(each.tables), each.pipeline
+
+
+def test_configurations_are_searched_that_may_be_faster_than_the_simulated_best() -> None:
+    """The closed form of interleaved passes is 380 ms, their simulation 493; without a pipeline a step takes 433."""
+    asked = {"global_batch": 8, "seq_len": 1024, "engine": "megatron-fsdp", "num_next_best": 0, "num_fallbacks": 0}
+    free, whole = (
+        complete(make_request("qwen3-1.7b", "1x4xrtx-4090", decisions=decisions, **asked)).plan  # type: ignore[arg-type]
+        for decisions in (Decisions(), Decisions(num_stages=1))
+    )
+    assert free is not None
+    assert whole is not None
+    assert free.step_s <= whole.step_s
+    assert free.prediction is not None
+    assert free.prediction.certificate.status == "simulated"

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 
@@ -152,13 +151,3 @@ def test_no_other_share_is_asked_for_over_several_pools() -> None:
     assert make_request("llama3-8b", "1x8xa100-80gb+1x8xh100-80gb", **asked).simplify_share == 0
     with pytest.raises(UserError, match="several device groups"):
         make_request("llama3-8b", "1x8xa100-80gb+1x8xh100-80gb", simplify=0.02, **asked)
-
-
-@pytest.mark.slow
-def test_a_simpler_plan_that_is_faster_in_simulation_leaves_no_gap() -> None:
-    asked: dict[str, Any] = {"global_batch": 8, "seq_len": 256, "memory": "12GiB", "levers": {"optimizer": "adafactor"}}
-    found = make_request("llama3.2-1b", "1x8xa100-40gb", **asked)
-    plan = complete(replace(found, num_fallbacks=0, num_next_best=0)).plan
-    assert plan is not None
-    assert plan.prediction is not None
-    assert (plan.prediction.certificate.status, plan.prediction.certificate.gap) == ("simplified", 0)

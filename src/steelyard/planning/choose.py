@@ -45,6 +45,10 @@ from steelyard.units import format_bytes, format_plural
 NEAR = 1.1
 """Largest step time, relative to the fastest, of plans whose cuts are moved if processes share cores. Moving them
 gained up to 2 % (24 random jobs)."""
+SAME_SHARE = 0.005
+"""Fraction below which a faster step is not worth another search."""
+MOST_AGAIN = 3
+"""Number of configurations that are searched after simulation, because they may be faster than its best plan."""
 NUM_RESCORED = 5
 """Number of configurations re-ranked by simulation (more if more alternatives are requested)."""
 
@@ -168,25 +172,41 @@ def accept(
     plans of one strategy, with ``remat_runs`` also those that `uniform_choices` adds. If processes share cores, the
     cuts of plans near the fastest are moved as long as this makes them faster.
     """
-    room_bytes = usable_bytes(job)
-    found = search(
+    room_bytes, started = usable_bytes(job), time.process_time()
+    searched = partial(
+        search,
+        budget_bytes=room_bytes,
+        choices=partial(uniform_choices, job, remat_runs=remat_runs) if uniform else None,
+        progress=progress,
+    )
+    found = searched(
         tables,
-        room_bytes,
         num_exact=num_exact,
         num_alternatives=num_alternatives,
         partition=partition,
         time_limit_s=time_limit_s,
-        choices=partial(uniform_choices, job, remat_runs=remat_runs) if uniform else None,
         cutoff_s=cutoff_s,
-        progress=progress,
     )
     made = [] if found.ranked else [each.given.any_budget for each in found.configs if each.given.is_made]
     group = (lambda _, solution: solution) if uniform else partial(group_equal_strategies, room_bytes=room_bytes)
-    ranked = [
-        Accepted(job=job, outcome=each, plan=bare_plan(job, each.tables, group(each.tables, each.solution)))
-        for each in found.ranked
-    ]
+
+    def accepted(outcome: ConfigOutcome) -> Accepted:
+        plan = bare_plan(job, outcome.tables, group(outcome.tables, outcome.solution))
+        return Accepted(job=job, outcome=outcome, plan=plan)
+
+    ranked = list(map(accepted, found.ranked))
     count = min(num_exact + num_alternatives, len(ranked))
+    for _ in range(MOST_AGAIN if count and partition == "exact" and not ranks_all(job) else 0):
+        left = _left_unsolved(found, ranked[:count])
+        left_s = None if time_limit_s is None else started + time_limit_s - time.process_time()
+        if not left or (left_s is not None and left_s <= 0):
+            break
+        fastest_s = min(each.step_s for each in ranked[:count])
+        more = searched(left, num_alternatives=0, time_limit_s=left_s, cutoff_s=fastest_s).ranked[:1]
+        if not more:
+            break
+        ranked.insert(count, accepted(more[0]))
+        count += 1
     if ranks_all(job) and partition == "exact":
         near_s = NEAR * min((each.step_s for each in ranked[:count]), default=0.0)
         ranked[:count] = [_with_cuts_moved(each) if each.step_s <= near_s else each for each in ranked[:count]]
@@ -203,6 +223,17 @@ def accept(
         ),
         floor_bytes=min((each.least_bytes for each in made if each.least_bytes is not None), default=0),
     )
+
+
+def _left_unsolved(found: SearchResult, simulated: Sequence[Accepted]) -> list[OnDemand]:
+    """Return the configurations that the search left because its closed form is faster than the simulation.
+
+    Their lower bounds are above the search's best time, but below the fastest simulated step.
+    """
+    known = {each.plan.pipeline for each in simulated}
+    fastest_s = min(each.step_s for each in simulated) * (1 - SAME_SHARE)
+    left = (each for each in found.configs if each.pipeline not in known and each.result.status != "infeasible")
+    return [each.given for each in left if each.result.lower_bound_s < fastest_s]
 
 
 def _with_cuts_moved(found: Accepted) -> Accepted:
