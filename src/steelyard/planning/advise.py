@@ -82,7 +82,7 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
     Levers that take long to try come last, none of them after half of the time, and are left out if advice was not
     ``asked`` for. Pairs combine the best change of each lever, and each option, that saves memory or time.
     """
-    limited = replace(request, time_limit_s=LIMIT_S)
+    limited, deadline = replace(request, time_limit_s=LIMIT_S), time.process_time() + TOTAL_S
     progress("the job as asked")
     study = Study(limited)
     base = study.answer(FREE_CHOICE)
@@ -93,7 +93,6 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
     refused: dict[str, list[str]] = {}
     untried: list[str] = []
     best: dict[str, tuple[Advice, Change]] = {}
-    deadline = time.process_time() + TOTAL_S
     singles = [*_of_engine(study, base.plan), *(Change(levers=texts) for texts in single_changes(request, asked=asked))]
     for number, change in enumerate(singles, start=1):
         text = change.text(request.engine)

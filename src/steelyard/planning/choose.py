@@ -45,8 +45,8 @@ from steelyard.units import format_bytes, format_plural
 NEAR = 1.1
 """Largest step time, relative to the fastest, of plans whose cuts are moved if processes share cores. Moving them
 gained up to 2 % (24 random jobs)."""
-SAME_SHARE = 0.005
-"""Fraction below which a faster step is not worth another search."""
+WORTH_A_SEARCH = 0.03
+"""Fraction of the fastest simulated step that a configuration may gain, by its bound, to be searched after it."""
 MOST_AGAIN = 3
 """Number of configurations that are searched after simulation, because they may be faster than its best plan."""
 NUM_RESCORED = 5
@@ -168,7 +168,8 @@ def accept(
 ) -> Acceptance:
     """Return the fastest plans of a job that fit, over all configurations whose cost tables are given.
 
-    Other arguments are as in `search`. The simulator ranks the requested number of plans. ``uniform`` searches only
+    Other arguments are as in `search`. The simulator ranks the requested number of plans, and with alternatives up to
+    `MOST_AGAIN` more, of configurations that may be faster than the fastest of them. ``uniform`` searches only
     plans of one strategy, with ``remat_runs`` also those that `uniform_choices` adds. If processes share cores, the
     cuts of plans near the fastest are moved as long as this makes them faster.
     """
@@ -196,7 +197,8 @@ def accept(
 
     ranked = list(map(accepted, found.ranked))
     count = min(num_exact + num_alternatives, len(ranked))
-    for _ in range(MOST_AGAIN if count and partition == "exact" and not ranks_all(job) else 0):
+    searches_again = num_alternatives > 0 and count > 0 and partition == "exact" and not ranks_all(job)
+    for _ in range(MOST_AGAIN if searches_again else 0):
         left = _left_unsolved(found, ranked[:count])
         left_s = None if time_limit_s is None else started + time_limit_s - time.process_time()
         if not left or (left_s is not None and left_s <= 0):
@@ -228,10 +230,10 @@ def accept(
 def _left_unsolved(found: SearchResult, simulated: Sequence[Accepted]) -> list[OnDemand]:
     """Return the configurations that the search left because its closed form is faster than the simulation.
 
-    Their lower bounds are above the search's best time, but below the fastest simulated step.
+    Their lower bounds are above the search's best time, but clearly below the fastest simulated step.
     """
     known = {each.plan.pipeline for each in simulated}
-    fastest_s = min(each.step_s for each in simulated) * (1 - SAME_SHARE)
+    fastest_s = min(each.step_s for each in simulated) * (1 - WORTH_A_SEARCH)
     left = (each for each in found.configs if each.pipeline not in known and each.result.status != "infeasible")
     return [each.given for each in left if each.result.lower_bound_s < fastest_s]
 
