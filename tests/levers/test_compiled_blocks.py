@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ from steelyard.model.read import chain_from_config
 from steelyard.modules.levers.compiled_blocks import change_layer
 from steelyard.plan.file import dump_json
 from steelyard.plan.strategy import Remat
-from steelyard.planning.advise import advise, hints
+from steelyard.planning.advise import Change, advise, hints
 from steelyard.planning.complete import find_plan
 from steelyard.planning.request import PlanRequest, make_request
 from steelyard.profiles.profile import LayerProfile, Recomputation
@@ -248,10 +248,10 @@ def test_a_step_is_faster_and_the_plan_says_why() -> None:
 
 
 def test_advice_tries_it_where_it_is_asked_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[dict[str, str]] = []
+    tried: list[Mapping[str, str]] = []
 
-    def left_out(_request: PlanRequest, texts: dict[str, str], *_: object) -> str:
-        tried.append(texts)
+    def left_out(_request: PlanRequest, change: Change, *_: object) -> str:
+        tried.append(change.levers)
         return "not tried here"
 
     monkeypatch.setattr("steelyard.planning.advise._try", left_out)
