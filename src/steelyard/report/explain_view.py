@@ -209,7 +209,7 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
         lines.append(f"Pipeline: stage {slowest} idles for {idle:.1%} of a step while the pipeline fills and drains.")
     elif idle > SMALL_SHARE:
         fixed = format_seconds(idle * prediction.step_time_s)
-        lines.append(f"Fixed: {fixed} of a step, {idle:.1%}, whatever its size: the loop, reading data, gradient norm.")
+        lines.append(f"Fixed: {fixed} of a step, {idle:.1%}: the loop, reading data, gradient norm.")
     lines.append(
         f"Memory: {_stage(plan, fullest, 'is the fullest')}{format_bytes(stages[fullest].total_bytes)}: "
         f"{shares(stages[fullest].memory_bytes)}; {spare}"
