@@ -347,7 +347,7 @@ def _kernels(run: PublishedRun, kernels: Kernels | None) -> dict[str, Any]:
 
 
 def _selective(run: PublishedRun) -> dict[str, Any]:
-    """What selective remat computes again: modules by name, or torchtitan's by operation, of which its pass over graphs
+    """Scope of selective remat: modules by name, or torchtitan's by operation, of which its pass over graphs
     keeps all since April 2026 (graph_trainer/passes.py)."""
     name, detail = run.text("framework"), run.text("act_ckpt_detail").lower()
     if name.startswith("torchtitan"):

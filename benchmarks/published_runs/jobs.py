@@ -197,7 +197,7 @@ _FIRST_BLOCKS = re.compile(r"block (\d+) layers")
 
 
 def _remat(run: PublishedRun, framework: Framework) -> tuple[Remat, int | None]:
-    """What the row says of recomputation, or the framework's default, and the number of blocks where not all."""
+    """Remat that the row names, or the framework's default, and the number of blocks where not all."""
     text, detail = run.text("act_ckpt") or str(framework.default_remat or ""), run.text("act_ckpt_detail")
     if not text:
         raise _SkipError("act_ckpt missing")

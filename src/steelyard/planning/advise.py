@@ -121,11 +121,11 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
         each = _try(limited, change, before, base_s)
         if isinstance(each, Advice):
             of_two[text] = each
-    changes = [
-        *(each for each in sorted(found.values(), key=lambda each: each.order) if each.fits),
-        *(each for each in sorted(of_two.values(), key=lambda each: each.order) if each.fits),
-        *(each for each in sorted((found | of_two).values(), key=lambda each: each.order) if not each.fits),
-    ]
+
+    def rank(each: Advice) -> tuple[object, ...]:
+        return not each.fits, each.fits and each.options in of_two, each.order
+
+    changes = sorted((found | of_two).values(), key=rank)
     left_out = [f"{reason}: {', '.join(texts)}" for reason, texts in refused.items()]
     return Found(own, tuple(changes), tuple(left_out), tuple(untried))
 

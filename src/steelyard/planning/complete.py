@@ -3,8 +3,8 @@
 `find_plan` and the command line both answer a request by `complete` and so return the same plan. A plan carries
 fallbacks of less memory, with which a run continues if memory runs out, and the next best plans, to be measured
 alongside it. If a baseline or a fallback is faster, because a time limit ended the search of the whole space or the
-simulator ranks plans differently from the search, it becomes the plan. Of the other plans, the simplest of those that
-are only slightly slower becomes it (`steelyard.planning.simple`).
+simulator ranks plans differently from the search, it becomes the plan. The plan is then the simplest of those that are
+only slightly slower (`steelyard.planning.simple`).
 """
 
 import json

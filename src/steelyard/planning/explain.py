@@ -43,7 +43,7 @@ from steelyard.units import GIB, format_bytes, format_seconds
 
 SMALL_BUDGET_BYTES = 16 * GIB
 """Budget below which a sixteenth of it replaces the change of one GiB."""
-FAR = 0.02
+OWN_GAIN = 0.02
 """Fraction of a step by which the best plan is faster if the plan's own settings limit it; a plan that `plan` finds may
 be up to 1 % slower, being simpler."""
 BUDGETS = "more and less memory"
@@ -139,7 +139,7 @@ def what_binds(step_s: float, best: ComparedBaseline, free: ComparedBaseline) ->
     if best.step_time_s is None or free.step_time_s is None:
         return "Memory limits it: the search finds no plan that fits."
     gain = 1 - free.step_time_s / step_s
-    if (own := 1 - best.step_time_s / step_s) > FAR:
+    if (own := 1 - best.step_time_s / step_s) > OWN_GAIN:
         return (
             f"Its settings limit it: in the same memory a step can take {format_seconds(best.step_time_s)}, {own:.1%} "
             f"less ({best.setting}: {best.strategies})."
