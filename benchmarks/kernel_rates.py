@@ -89,7 +89,7 @@ class Rows:
 
 
 def read_rows(name: str) -> list[Rows]:
-    """The rows of a table by device, source and pass, where there are enough and the device is in the catalogue."""
+    """The rows of a table by device, source and pass, where there are enough."""
     groups: dict[tuple[str, str, str], list[dict[str, str]]] = defaultdict(list)
     with gzip.open(FOLDER / f"{name}.csv.gz", "rt", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -101,17 +101,13 @@ def read_rows(name: str) -> list[Rows]:
             np.array([_is_withheld(row) for row in rows]),
         )
         for key, rows in sorted(groups.items())
-        if len(rows) >= FEWEST and _is_known(key[0])
+        if len(rows) >= FEWEST
     ]
 
 
 def _is_withheld(row: dict[str, str]) -> bool:
     shape = "x".join(f"{float(row[name]):g}" for name in sorted(row) if name not in ("seconds", "peak_tflops"))
     return zlib.crc32(shape.encode()) % 3 == 0
-
-
-def _is_known(device: str) -> bool:
-    return not device.startswith("rtx-pro")  # the catalogue has no data sheet of it
 
 
 def fitted(rows: Rows, form: Form, start: Sequence[float]) -> Array:

@@ -46,6 +46,7 @@ _DEVICES: Mapping[tuple[str, str], str] = {
     ("A100-SXM4-40GB", "40"): "a100-40gb",
     ("A100-SXM4-80GB", "80"): "a100-80gb",
     ("A100 80GB PCIe", "80"): "a100-pcie-80gb",
+    ("A10G", "24"): "a10g",
     ("B200", "180"): "b200-180gb",
     ("GeForce RTX 4090", "24"): "rtx-4090",
     ("GB200", ""): "gb200-186gb",
@@ -56,17 +57,15 @@ _DEVICES: Mapping[tuple[str, str], str] = {
     ("L40S", "48"): "l40s",
     ("MI300X", "192"): "mi300x",
     ("RTX 3090", "24"): "rtx-3090",
+    ("RTX 4070 Ti SUPER", "16"): "rtx-4070-ti-super",
     ("RTX 4090", "24"): "rtx-4090",
+    ("RTX A6000", "48"): "rtx-a6000",
+    ("RTX PRO 6000", "96"): "rtx-pro-6000",
+    ("T4", "16"): "t4",
     ("V100", "16"): "v100-16gb",
 }
-_LIKE: Mapping[tuple[str, str], tuple[str, int]] = {
-    ("A10G", "24"): ("a10", 22_500),
-    ("T4", "16"): ("l4", 14_912),
-    ("RTX 4070 Ti SUPER", "16"): ("rtx-4090", 16_076),
-    ("RTX A6000", "48"): ("l40s", 48_600),
-    ("GeForce RTX 4090 Laptop GPU", "16"): ("rtx-4090", 16_076),
-}
-"""Cards that the catalogue has not, by another of the same kind and their memory in MiB: their memory alone is
+_LAPTOP = {("GeForce RTX 4090 Laptop GPU", "16"): ("rtx-4090", 16_076)}
+"""Cards that the catalogue has not, by another of the same chip and their memory in MiB: their memory alone is
 predicted."""
 _ANY = "h200-141gb"
 """The device where none is stated: its memory alone is predicted, and not whether it fits."""
@@ -476,8 +475,8 @@ def _cluster(row: Row, count: int) -> tuple[Cluster, bool]:
     has_rates = key in _DEVICES
     if has_rates:
         device = find_device(_DEVICES[key])
-    elif key in _LIKE:
-        like, mib = _LIKE[key]
+    elif key in _LAPTOP:
+        like, mib = _LAPTOP[key]
         device = replace(find_device(like), memory_bytes=mib * _MIB)
     elif not key[0]:
         device = find_device(_ANY)

@@ -30,7 +30,10 @@ def test_every_device_of_the_catalogue_with_rates_has_a_generation(device) -> No
         ("mi300x", "cdna3", False),
         ("mi250x", "amd", True),
         ("gb200-186gb", "gb200", False),
-        ("rtx-4090", "ada", True),
+        ("rtx-4090", "geforce", True),
+        ("rtx-6000-ada", "ada", True),
+        ("a10g", "ampere", False),
+        ("t4", "volta", True),
     ],
 )
 def test_a_generation_is_fitted_or_assumed(device: str, generation: str, is_assumed: bool) -> None:

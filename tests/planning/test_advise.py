@@ -37,7 +37,7 @@ def _request(model: str, cluster: str, **options: object) -> PlanRequest:
             marks=pytest.mark.nightly,
         ),
         # unsloth and litgpt: QLoRA or LoRA of 3B on cards of 12 GB
-        ("llama3.2-3b", "1x1xrtx-4090", {"memory": "12GiB"}, ("--train qlora:r=16", "--train lora:r=16")),
+        ("llama3.2-3b", "1x1xrtx-3060", {}, ("--train qlora:r=16", "--train lora:r=16")),
     ],
 )
 def test_what_practitioners_do_comes_first(
