@@ -24,6 +24,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # modules with plans of such models
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="steelyard-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the first test imports the hub
 torch.set_num_threads(1)
 """One thread, as on ranks: waiting threads spin, at several times the CPU of the work if cores are shared."""
 

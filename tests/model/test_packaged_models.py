@@ -138,10 +138,22 @@ def test_a_folder_of_that_name_goes_before_the_id(tmp_path: Path, monkeypatch: p
     assert load_config("Qwen/Qwen3-14B") == ("Qwen3-14B", {"model_type": "llama"})
 
 
-def test_an_id_that_is_not_packaged_says_how_to_get_its_config() -> None:
+def test_the_config_of_an_id_that_is_not_packaged_is_that_in_the_cache_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "models--Qwen--QwQ-14B"
+    (kept / "snapshots" / "1a2b").mkdir(parents=True)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("1a2b")
+    (kept / "snapshots" / "1a2b" / "config.json").write_text('{"model_type": "qwen2"}')
+    assert load_config("Qwen/QwQ-14B") == ("QwQ-14B", {"model_type": "qwen2"})
+
+
+def test_an_id_that_cannot_be_downloaded_says_how_to_get_its_config() -> None:
     with pytest.raises(
         InvalidModelError,
-        match=r"(?s)not packaged \(similar packaged models: .*Qwen/Qwen3-14B.*hf download Qwen/QwQ-14B",
+        match=r"(?s)not packaged \(similar packaged models: .*Qwen/Qwen3-14B.*not be downloaded \(OfflineModeIsEnabled",
     ):
         load_config("Qwen/QwQ-14B")
     with pytest.raises(InvalidModelError, match=r"huggingface\.co/no/such/resolve/main/config\.json"):
@@ -152,4 +164,4 @@ def test_an_id_that_is_not_packaged_says_how_to_get_its_config() -> None:
 def test_a_path_that_is_not_there_is_no_id_on_the_hub(path: str) -> None:
     with pytest.raises(InvalidModelError, match=r"(?s)the path of a config\.json") as caught:
         load_config(path)
-    assert "hf download" not in str(caught.value)
+    assert "huggingface.co" not in str(caught.value)

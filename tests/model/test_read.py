@@ -259,7 +259,7 @@ def test_an_unknown_name_names_the_nearest_models():
 @pytest.mark.parametrize("name", ["", "x" * 5000, "a\0b", "absent/config.json"])
 def test_a_path_without_a_file_is_an_error(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidModelError, match=r"a packaged model .* or the path of a config\.json"):
+    with pytest.raises(InvalidModelError, match=r"a packaged model, .* or the path of a config\.json"):
         load_model(name)
 
 

@@ -28,7 +28,7 @@ from typing import Any, Final, Literal, TypeGuard
 
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.files import read_json
-from steelyard.installed import is_as_made
+from steelyard.installed import is_as_made, require_training
 from steelyard.limits import MOST_LAYERS, MOST_SIZE
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import ROUTER_LOSS, Family
@@ -184,8 +184,9 @@ def chain_with_images(config: Mapping[str, Any], *, name: str, image_size: Image
 def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the config of a packaged model, or of the config at a path.
 
-    You can also pass a packaged model's Hugging Face hub ID, in any case; an existing path of that name takes
-    precedence. Raises `InvalidModelError` if there is no such model or the file is not JSON.
+    You can also pass a Hugging Face hub ID: of a packaged model, in any case, or of another one, whose config is then
+    downloaded or read from the hub's cache. An existing path of that name takes precedence. Raises `InvalidModelError`
+    if there is no such model or the file is not JSON.
     """
     text = str(name_or_path)
     path = Path(text)
@@ -194,14 +195,17 @@ def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
     if name in model_names():
         source = resources.files("steelyard.model") / "configs" / f"{name}.json"
         return name, json.loads(source.read_text())
-    if os.path.isdir(path):
+    is_on_hub = not os.path.exists(path) and _HUB_ID.fullmatch(text) is not None
+    if is_on_hub:
+        path = _downloaded(text)
+    elif os.path.isdir(path):
         path = path / "config.json"
     if not os.path.isfile(path):
         raise InvalidModelError(
             field="model",
             found=repr(text[:200]),
-            expected="a packaged model (name or Hugging Face hub ID) or the path of a config.json",
-            hint=_how_to_get(text) if _HUB_ID.fullmatch(text) else nearest(text, model_names()),
+            expected="a packaged model, a Hugging Face hub ID, or the path of a config.json",
+            hint=nearest(text, model_names()),
         )
     try:
         config = read_json(path)
@@ -209,22 +213,36 @@ def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
         raise InvalidModelError(
             field="model", found=f"{path}: {error}", expected="a JSON file", hint="check that the file is complete"
         ) from error
-    name = path.parent.name if path.name == "config.json" else path.stem
+    name = text.rpartition("/")[2] if is_on_hub else path.parent.name if path.name == "config.json" else path.stem
     return name or "model", config
 
 
 _HUB_ID = re.compile(r"(?!\.)[\w.-]{1,96}/[\w.-]{1,96}(?<!\.json)")
 
 
-def _how_to_get(hub_id: str) -> str:
-    """Return a hint on how to load a model of the hub that is not packaged."""
+def _downloaded(hub_id: str) -> Path:
+    """Return the config of a model that is not packaged, from the hub's cache or downloaded into it.
+
+    Raises `InvalidModelError` if the hub does not give it, and `NotInstalledError` without the packages for training.
+    """
     similar = get_close_matches(hub_id, hub_names(), n=2, cutoff=0.7)
-    packaged = f" (similar packaged models: {', '.join(similar)})" if similar else ""
-    folder = hub_id.rpartition("/")[2]
-    return (
-        f"it is not packaged{packaged}; with network access run hf download {hub_id} config.json --local-dir {folder} "
-        f"(or fetch https://huggingface.co/{hub_id}/resolve/main/config.json), then pass {folder}/config.json"
-    )
+    missing = "is not packaged" + (f" (similar packaged models: {', '.join(similar)})" if similar else "")
+    require_training(f"{hub_id} {missing}, and is downloaded and split")
+    hub = import_module("huggingface_hub")
+    try:
+        cached = hub.try_to_load_from_cache(hub_id, "config.json")
+        if not isinstance(cached, str):
+            hub.get_hf_file_metadata(hub.hf_hub_url(hub_id, "config.json"))  # fails at once; a download is tried again
+            cached = hub.hf_hub_download(hub_id, "config.json")
+    except Exception as error:  # of the HTTP library behind the hub, which differs by version
+        raise InvalidModelError(
+            field="model",
+            found=f"{hub_id!r}, which {missing} and could not be downloaded ({type(error).__name__})",
+            expected="a packaged model, a Hugging Face hub ID that can be downloaded, or the path of a config.json",
+            hint=f"save https://huggingface.co/{hub_id}/resolve/main/config.json and pass its path; gated models need "
+            "hf auth login",
+        ) from error
+    return Path(cached)
 
 
 _SPLITS_ANY_MODEL = "steelyard.modules.any_model"

@@ -172,7 +172,7 @@ def find_plan(
     It is the plan that ``steelyard plan -o`` writes. ``simplify`` is the fraction that it may be slower (default 0.01);
     0 returns the fastest plan.
 
-    ``config`` is the name or hub ID of a packaged model, the path of a ``config.json``, or its content. ``cluster`` is
+    ``config`` is the name of a packaged model, a hub ID, the path of a ``config.json``, or its content. ``cluster`` is
     a name like ``8x8xh100-80gb``, several of these joined by ``+``, or the path of a YAML file. ``memory`` is the
     memory per device, in bytes or as in ``20GiB`` (default: all of it). The fraction ``memory_margin`` of it is left
     free if a plan fits that way (default: 0.05 of a GPU, 0 with ``memory``). ``profile`` is a measured profile, by path
