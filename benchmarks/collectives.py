@@ -118,14 +118,14 @@ def unprofiled() -> Profile:
 PROFILE = unprofiled()
 
 
-def node_of(link: Link, *, num_nodes: int = 1) -> Cluster:
-    """Nodes of eight devices on a link, with a 400 Gb/s port for each."""
+def node_of(link: Link, *, num_nodes: int = 1, num_devices: int = 8) -> Cluster:
+    """Nodes of devices on a link, with a 400 Gb/s port for each."""
     return Cluster(
         groups=(
             NodeGroup(
-                name="eight devices",
+                name="node",
                 num_nodes=num_nodes,
-                devices_per_node=8,
+                devices_per_node=num_devices,
                 device=find_device("h100-80gb"),
                 intra_link=link,
                 inter_link=find_link("infiniband-ndr") if num_nodes > 1 else None,
@@ -135,15 +135,18 @@ def node_of(link: Link, *, num_nodes: int = 1) -> Cluster:
 
 
 def predicted_s(rows: list[Measurement], link: Link, reached: LinkEfficiency) -> Array:
-    """[N] seconds of collectives inside a node on this link."""
-    cluster = node_of(link)
+    """[N] seconds of collectives inside a node on this link, without other devices."""
     known: dict[tuple[Collective, int], Callable[[float], float]] = {}
     seconds = []
     for row in rows:
         key = row.collective, row.ranks
         if key not in known:
             known[key] = collective_time(
-                row.collective, Group(size=row.ranks, stride=1, span=8), cluster, PROFILE, reached
+                row.collective,
+                Group(size=row.ranks, stride=1, span=row.ranks),
+                node_of(link, num_devices=row.ranks),
+                PROFILE,
+                reached,
             )
         seconds.append(known[key](row.num_bytes))
     return np.array(seconds)

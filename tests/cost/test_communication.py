@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from steelyard.cost.communication import Group, send_recv_s
 from steelyard.errors import InvalidProfileError
-from steelyard.hardware import parse_cluster
+from steelyard.hardware import Cluster, parse_cluster
 from steelyard.hardware.files import find_link
 from steelyard.profiles.profile import Collective, CollectiveProfile
 from tests.cost.examples import cluster, collective_s, job, unprofiled_job
@@ -136,9 +136,14 @@ def test_groups_that_communicate_at_once_share_the_ports_of_a_node(group: Group)
     assert not crosses or groups_of_a_node * rate <= 80e9 * 1.001
 
 
-def _on(link: str, collective: Collective, size: float, ranks: int, *, num_nodes: int = 1) -> float:
-    machines = parse_cluster(f"{num_nodes}x8xh100-80gb")
-    machines = machines.on(intra_link=find_link(link))
+def _node(link: str, *, num_nodes: int = 1, num_devices: int = 8) -> Cluster:
+    return parse_cluster(f"{num_nodes}x{num_devices}xh100-80gb").on(intra_link=find_link(link))
+
+
+def _on(
+    link: str, collective: Collective, size: float, ranks: int, *, num_nodes: int = 1, num_devices: int = 8
+) -> float:
+    machines = _node(link, num_nodes=num_nodes, num_devices=num_devices)
     group = Group(size=ranks, stride=1, span=ranks)
     return collective_s(collective, size, group, machines, job(machines).profile)
 
@@ -163,9 +168,25 @@ def test_the_rate_climbs_with_the_message() -> None:
     assert rates[1] < 0.8 * rates[2]
 
 
-def test_ranks_without_peer_access_share_what_two_have() -> None:
-    two, eight = (_on("pcie-4-host", "all_gather", 2.0**30, ranks) for ranks in (2, 8))
+def test_devices_without_peer_access_share_what_two_have() -> None:
+    two, eight = (_on("pcie-4-host", "all_gather", 2.0**30, count, num_devices=count) for count in (2, 8))
     assert eight > 10 * two
+
+
+def test_devices_without_peer_access_crowd_the_host_whichever_groups_they_form() -> None:
+    size = 2.0**30
+    two, four, eight = ((n - 1) / n * size / _on("pcie-4-host", "all_gather", size, n) for n in (2, 4, 8))
+    assert two == pytest.approx(eight, rel=0.01)
+    assert four == pytest.approx(eight, rel=0.01)
+    across = 15 / 16 * size / _on("pcie-4-host", "all_gather", size, 16, num_nodes=2)
+    assert across < 1.3 * eight
+
+
+@pytest.mark.parametrize("distance", [1, 2, 4])
+def test_transfers_without_peer_access_crowd_the_host(distance: int) -> None:
+    two, eight = (_node("pcie-4-host", num_devices=count) for count in (2, 8))
+    alone = send_recv_s(1e9, distance=1, cluster=two, profile=job(two).profile)
+    assert send_recv_s(1e9, distance=distance, cluster=eight, profile=job(eight).profile) > 10 * alone
 
 
 def test_a_switch_that_reduces_makes_an_all_reduce_cheaper_than_its_halves() -> None:

@@ -25,7 +25,7 @@ QUOTED = {
     (
         "docs/how-to/does-it-fit.md",
         "plan llama2-7b --cluster 1x1xrtx-4090 --seq-len 2048 --global-batch 1 --offload auto",
-    ): ("offload parameters: 6.91 s a step, nothing fits without it; without it on 1x8xrtx-4090 1.00 s a step",),
+    ): ("offload parameters: 6.91 s a step, nothing fits without it; without it on 1x8xrtx-4090 1.14 s a step",),
     (
         "docs/how-to/fine-tune.md",
         "plan llama3-70b --cluster 1x8xa100-80gb --seq-len 4096 --global-batch 64 --train lora:r=16",

@@ -276,7 +276,7 @@ def test_no_table_promises_less_than_what_is_known_before_it_is_made(
 
 
 def test_configurations_are_searched_that_may_be_faster_than_the_simulated_best() -> None:
-    """The closed form of interleaved passes is 380 ms, their simulation 493; without a pipeline a step takes 433."""
+    """The closed form of interleaved passes is below their simulation and may hide a plan without a pipeline."""
     asked = {"global_batch": 8, "seq_len": 1024, "engine": "megatron-fsdp", "num_next_best": 0, "num_fallbacks": 0}
     free, whole = (
         complete(make_request("qwen3-1.7b", "1x4xrtx-4090", decisions=decisions, **asked)).plan  # type: ignore[arg-type]

@@ -263,8 +263,8 @@ def border_s(before: JobConfig, after: JobConfig) -> float:
     for each in (before, after):
         cluster = each.job.cluster
         link = each.job.group.outer_link or cluster.inter_link or cluster.intra_link
-        sides.append((each.devices_per_stage, link, each.job.efficiency.links))
-    is_inside = before.job is after.job or any(link.needs_profile for _, link, _ in sides)
+        sides.append((each.devices_per_stage, link, cluster.devices_per_node, each.job.efficiency.links))
+    is_inside = before.job is after.job or any(link.needs_profile for _, link, _, _ in sides)
     profiles = [before.job.profile, after.job.profile] if is_inside else []
     one_way_s = crossing_s(before.activation_bytes, sides, profiles)
     return 2 * max(before.job.time_factor, after.job.time_factor) * one_way_s

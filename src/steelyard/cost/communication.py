@@ -28,7 +28,9 @@ are used unchanged.
 | $f, p, g, r$ | `MeasuredLink` | –  | few ranks, crowding, gain of an all-reduce, rate of a tree      |
 
 All groups of a stage communicate at once and share the ports of a node, which are divided among its devices
-(`Link.shared`): a group gets the shares of its $k$ ranks there and no more, even if other groups are idle.
+(`Link.shared`): a group gets the shares of its $k$ ranks there and no more, even if other groups are idle. If messages
+pass through host memory, all $D$ devices of a node crowd it likewise: $(2/D)^p$ takes the place of $(2/n)^p$, also for
+rings across nodes and for transfers (`MeasuredLink.host_share`).
 
 A measured collective takes latency + bytes / rate as fitted. An all-to-all moves (n−1)/n of one rank's tensor $b$
 without a ring: each device sends the data for other nodes over its own outward link. Inside a node its latency is
@@ -138,10 +140,11 @@ def _exchange_s(tensor_bytes: float, group: Group, cluster: Cluster, reached: Li
         latency_s = path.start_s + log2(group.size) * path.latency_s / (group.size - 1)
         climb_s = cluster.intra_link.measured.climb_s
         return _climbing_s(tensor_bytes, latency_s, (group.size - 1) / group.size / path.bytes_per_s, climb_s)
-    inside = _reached(cluster.intra_link, reached, inside=True)
+    num_devices = cluster.devices_per_node
+    inside = _reached(cluster.intra_link, reached, num_devices, inside=True)
     seconds = (near - 1) / group.size * tensor_bytes / inside.bytes_per_s
     latency_s = (near - 1) * inside.latency_s
-    outside = _reached(cluster.inter_link, reached, inside=cluster.inter_link is cluster.intra_link)
+    outside = _reached(cluster.inter_link, reached, num_devices, inside=cluster.inter_link is cluster.intra_link)
     seconds = max(seconds, (group.size - near) / group.size * tensor_bytes / outside.bytes_per_s)
     latency_s += (-(-group.size // near) - 1) * outside.latency_s
     return latency_s + seconds
@@ -158,25 +161,26 @@ def send_recv_s(
     crosses = cluster.num_nodes > 1 and (distance >= size or size % (2 * distance) != 0)
     link = cluster.inter_link if crosses and cluster.inter_link is not None else cluster.intra_link
     _check_rate(link, "no send_recv")
-    path = _reached(link, reached, inside=link is cluster.intra_link)
+    path = _reached(link, reached, size, inside=link is cluster.intra_link)
     return path.latency_s + num_bytes / path.bytes_per_s
 
 
 def crossing_s(
-    num_bytes: float, sides: Sequence[tuple[int, Link, LinkEfficiency]], profiles: Sequence[Profile]
+    num_bytes: float, sides: Sequence[tuple[int, Link, int, LinkEfficiency]], profiles: Sequence[Profile]
 ) -> float:
     """Seconds to send ``num_bytes`` from one group of ranks to another in even parts, at the rate of the slower group.
 
-    ``sides`` has for both groups the number of ranks, the link of a rank to the other group and its efficiency. Raises
-    `InvalidProfileError` if rates are unknown and neither profile measured a transfer.
+    ``sides`` has for both groups the number of ranks, the link of a rank to the other group, the number of devices per
+    node and the efficiency of the link. Raises `InvalidProfileError` if rates are unknown and neither profile measured
+    a transfer.
     """
-    ranks = min(size for size, _, _ in sides)
+    ranks = min(size for size, _, _, _ in sides)
     measured = [found for each in profiles if (found := each.collective("send_recv", 2, strided=True)) is not None]
     if measured:
         return max(each.time_s(num_bytes / ranks) for each in measured)
-    for _, link, _ in sides:
+    for _, link, _, _ in sides:
         _check_rate(link, "no send_recv")
-    paths = [(size, _reached(link, reached, inside=False)) for size, link, reached in sides]
+    paths = [(size, _reached(link, reached, count, inside=False)) for size, link, count, reached in sides]
     rate = min(size * path.bytes_per_s for size, path in paths)
     return max(path.latency_s for _, path in paths) + num_bytes / rate
 
@@ -192,14 +196,17 @@ def _check_rate(link: Link, found: str) -> None:
         )
 
 
-def _reached(link: Link, reached: LinkEfficiency, *, inside: bool) -> Path:
+def _reached(link: Link, reached: LinkEfficiency, num_devices: int, *, inside: bool) -> Path:
     rate, latency = (reached.intra, reached.intra_latency) if inside else (reached.inter, reached.inter_latency)
-    return Path(bytes_per_s=rate * link.bytes_per_s, latency_s=latency * link.latency_s)
+    return Path(
+        bytes_per_s=rate * link.bytes_per_s * link.measured.host_share(num_devices), latency_s=latency * link.latency_s
+    )
 
 
 @lru_cache(maxsize=16384)
 def _path(group: Group, cluster: Cluster, reached: LinkEfficiency) -> Path:
-    intra = _reached(cluster.intra_link, reached, inside=True)
+    num_devices = cluster.devices_per_node
+    intra = _reached(cluster.intra_link, reached, num_devices, inside=True)
     per_node = _members_per_node(group, cluster)
     if per_node >= group.size or cluster.inter_link is None:
         measured = cluster.intra_link.measured
@@ -209,7 +216,7 @@ def _path(group: Group, cluster: Cluster, reached: LinkEfficiency) -> Path:
             latency_s=(group.size - 1) * step_s,
             start_s=measured.start_s,
         )
-    inter = _reached(cluster.inter_link, reached, inside=cluster.inter_link is cluster.intra_link)
+    inter = _reached(cluster.inter_link, reached, num_devices, inside=cluster.inter_link is cluster.intra_link)
     rate = per_node * inter.bytes_per_s
     if per_node > 1:
         rate = min(rate, intra.bytes_per_s)

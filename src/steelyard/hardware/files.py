@@ -81,6 +81,7 @@ class MeasuredSpec(FileModel):
     climb_us: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     few_ranks: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
     crowding: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    through_host: bool = False
     all_reduce_gain: Annotated[FiniteFloat, Field(ge=1)] = 1.0
     tree_rate: Annotated[FiniteFloat, Field(gt=0, le=1)] = 0.6
     has_low_latency: bool = True

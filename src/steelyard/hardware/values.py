@@ -155,8 +155,9 @@ class MeasuredLink:
     ``rate``: fraction of the rate that is reached, relative to other links; ``start_s``: start-up time of every
     collective; ``step_s``: time of one ring step of small messages, None for the link's latency; ``climb_s``: constant
     of how slowly the rate rises with the message size; ``few_ranks``: divided by the squared number of ranks, the
-    fraction of the rate that is lost; ``crowding``: exponent of half the number of ranks by which the rate falls if
-    messages pass through host memory; ``all_reduce_gain``: rate of an all-reduce relative to an all-gather (reduction
+    fraction of the rate that is lost; ``crowding``: exponent of half the number of ranks by which the rate falls;
+    ``through_host``: whether messages pass through host memory, where all devices of a node crowd each other, whichever
+    groups they form; ``all_reduce_gain``: rate of an all-reduce relative to an all-gather (reduction
     in the switch); ``tree_rate``: rate of an all-reduce over a tree of nodes relative to a ring; ``has_low_latency``:
     whether a network also has NCCL's low-latency protocol (LL128).
     """
@@ -167,13 +168,19 @@ class MeasuredLink:
     climb_s: float = 0.0
     few_ranks: float = 0.0
     crowding: float = 0.0
+    through_host: bool = False
     all_reduce_gain: float = 1.0
     tree_rate: float = 0.6
     has_low_latency: bool = True
 
     def left(self, num_ranks: int) -> float:
-        """Return the fraction of its rate that ``num_ranks`` ranks of one node reach."""
-        return float(self.rate * (1 - self.few_ranks / num_ranks**2) * (2 / num_ranks) ** self.crowding)
+        """Return the fraction of its share of the rate that a group of ``num_ranks`` ranks of a node reaches."""
+        crowded = 1.0 if self.through_host else (2 / num_ranks) ** self.crowding
+        return float(self.rate * (1 - self.few_ranks / num_ranks**2) * crowded)
+
+    def host_share(self, num_devices: int) -> float:
+        """Return the fraction of the rate that the host leaves to each of ``num_devices`` devices of a node."""
+        return float((2 / max(num_devices, 2)) ** self.crowding) if self.through_host else 1.0
 
 
 UNMEASURED = MeasuredLink()
@@ -210,7 +217,8 @@ class Link:
         rate = f"{self.bytes_per_s / GB:,.3g} GB/s"
         if not self.measured.crowding or num_devices < 3:
             return rate
-        return f"{rate}, {self.measured.left(num_devices) * self.bytes_per_s / GB:.3g} among {num_devices}"
+        left = self.measured.left(num_devices) * self.measured.host_share(num_devices)
+        return f"{rate}, {left * self.bytes_per_s / GB:.3g} among {num_devices}"
 
     def shared(self, *, num_ports: int, num_devices: int) -> "Link":
         """Return the share of this link for one of ``num_devices`` devices of a node with ``num_ports`` such ports."""
