@@ -250,7 +250,7 @@ def test_default_links_of_an_unknown_device_are_an_error():
         default_links("no-such-device", num_devices=8)
 
 
-@pytest.mark.parametrize("device", ["rtx-4090", "l40s"])
+@pytest.mark.parametrize("device", ["rtx-3090", "rtx-4090", "l40s"])
 def test_devices_without_peer_access_lose_more_than_their_share_of_the_rate_by_number(device):
     link = default_links(device, num_devices=8)[0]
     assert link.measured.crowding > 1
