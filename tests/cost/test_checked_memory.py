@@ -164,7 +164,7 @@ CASES = {
         schedule="zero-bubble-auto",
         chunks=2,
         microbatches=8,
-        most=1.25,
+        most=1.2,
     ),
     "zb-v": Case(stages=("dp2, dp2", "dp2", "dp2", "dp2, dp2"), devices=4, schedule="zb-v", chunks=2, most=1.2),
     "zb-v, full remat": Case(
@@ -181,7 +181,7 @@ CASES = {
         schedule="zb-v",
         chunks=2,
         microbatches=8,
-        most=1.3,
+        most=1.25,
     ),
     "zb-v, tied, large vocabulary, fp32": Case(
         stages=("fsdp2, fsdp2", "dp2", "dp2", "dp2, fsdp2"),
@@ -307,6 +307,21 @@ CASES = {
     ),
     "hybrid beside others": Case(
         stages=("dp2-fsdp2, dp4, fsdp4, dp2-fsdp2 remat=full, dp2-fsdp2 zero2, fsdp4",), devices=4
+    ),
+    "interleaved, unlike chunks": Case(
+        stages=("single", "single", "single, single, single", "single"),
+        devices=2,
+        microbatches=8,
+        schedule="interleaved-1f1b",
+        chunks=2,
+        most=1.15,
+    ),
+    "dualpipe-v, unlike chunks": Case(
+        stages=("single, single, single", *["single"] * 3),
+        devices=2,
+        microbatches=8,
+        schedule="dualpipe-v",
+        chunks=2,
     ),
     "hybrid, interleaved": Case(
         stages=("dp2-fsdp2, dp2-fsdp2", "fsdp4", "dp4", "dp2-fsdp2, dp2-fsdp2"),

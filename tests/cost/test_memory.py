@@ -121,7 +121,18 @@ def test_a_plan_takes_what_the_search_adds_up(config: tuple[int, int, str, int],
     where = JobConfig(job=of, pipeline=pipeline(num_stages, count, schedule, chunks))
     for drawn in drawn_plans(of, where, 12):
         found = evaluate(drawn.tables, drawn.boundaries, drawn.strategies).stages
-        assert [each.total_bytes for each in found] == tensor_bytes(drawn.plan, of)
+        rounded = [(chunks > 1) * where.pipeline.in_flight(stage) for stage in range(num_stages)]
+        for each, num_bytes, most in zip(found, tensor_bytes(drawn.plan, of), rounded, strict=True):
+            assert 0 <= each.total_bytes - num_bytes <= most
+
+
+@pytest.mark.parametrize(("num_blocks", "chunks"), [(15, 2), (14, 2), (14, 4)])
+def test_chunks_with_fewer_blocks_at_the_ends_take_what_the_search_adds_up(num_blocks: int, chunks: int) -> None:
+    of = job(cluster(1, 8), global_batch=128, num_hidden_layers=num_blocks)
+    where = JobConfig(job=of, pipeline=pipeline(2, 8, "interleaved-1f1b", chunks))
+    for drawn in drawn_plans(of, where, 4):
+        found = evaluate(drawn.tables, drawn.boundaries, drawn.strategies).stages
+        assert [each.total_bytes for each in found] == pytest.approx(tensor_bytes(drawn.plan, of), rel=1e-3)
 
 
 @pytest.mark.slow

@@ -150,7 +150,9 @@ def test_bytes_of_the_search_are_those_of_the_prediction():
         spared = [usable_bytes(job) - usable_bytes(each.job) for each in stage_configs(plan, job)]
         found = [sum(terms.values()) - terms.get("allocator slack", 0) for terms in predict_memory(plan, job)]
         added = [each.total_bytes for each in outcome.solution.stages]
-        assert added == [own + more for own, more in zip(found, spared, strict=True)]
+        rounded = outcome.tables.pipeline.num_passes * (outcome.tables.pipeline.num_chunks > 1)
+        for num_bytes, own, more in zip(added, found, spared, strict=True):
+            assert 0 <= num_bytes - own - more <= rounded
 
 
 def test_times_of_the_search_are_those_of_the_prediction():

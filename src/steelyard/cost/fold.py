@@ -7,7 +7,7 @@ $P$ stages determines the layers of every chunk of every stage; `unfold_layers` 
 A pass is one microbatch through one chunk, and a step has $mv$ passes. The time of a folded block is that of one block,
 and its static bytes are those of $v$ blocks. The first layer runs in every $v$-th pass of the first stage, and the last
 layer in every $v$-th pass of the last stage: $1/v$ of their time counts, and their saved bytes count once per
-microbatch in flight in their own chunk.
+microbatch in flight in their own chunk (`_in_chunks`).
 
 $$T = \sum_i t_i + (mv-1)\,\max_i t_i$$
 
@@ -26,11 +26,10 @@ flight. These tables are rough: resharding next to the ends and times of filling
 neither their optimum nor their bound proves anything about the simulated step.
 
 Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, for the schedule; the folding is ours.
-Not modelled: chunks cut differently; the redistribution between the last stage and the next chunk of the first; the
-lower memory of passes through a chunk without a block at its end.
+Not modelled: chunks cut differently; the redistribution between the last stage and the next chunk of the first.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -38,6 +37,7 @@ import numpy as np
 
 from steelyard.cost.tables import LAST, CostTables
 from steelyard.schedules import PipelineConfig
+from steelyard.schedules.pipeline import Column
 
 Entry = TypeVar("Entry")
 
@@ -87,9 +87,8 @@ def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float,
     time_s[first] += round_trip_s * (num_chunks - 1) / num_chunks
     activation_bytes = tables.activation_bytes.copy()
     for layer_type, stage, chunk in ((first, 0, 0), (last, pipeline.stage_of_last, num_chunks - 1)):
-        if layer_type in alone:  # spread the bytes of microbatches in its own chunk over all passes in flight
-            held = pipeline.passes(stage).in_flight(chunk) * tables.activation_bytes[layer_type]
-            activation_bytes[layer_type] = -(-held // pipeline.in_flight(stage))
+        if layer_type in alone:
+            activation_bytes[layer_type] = _in_chunks(activation_bytes[layer_type], pipeline, stage, {chunk})
     whole = replace(
         tables,
         pipeline=pipeline,
@@ -109,19 +108,26 @@ def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float,
     before, behind = missing_blocks(len(blocks), num_chunks)
     period = (len(blocks) + before + behind) // num_chunks
     places = [*blocks[period - before : period], *blocks[: period - before]]
-    for place in [0] * before + [-1] * behind:
-        whole, places[place] = _with_missing(whole, places[place])
+    for place, stage in [(0, 0)] * before + [(-1, pipeline.num_stages - 1)] * behind:
+        whole, places[place] = _with_missing(whole, places[place], stage, place % num_chunks)
     return replace(whole, layers=(first, *places, last))
 
 
-def _with_missing(tables: CostTables, layer_type: int) -> tuple[CostTables, int]:
+def _in_chunks(saved: Column, pipeline: PipelineConfig, stage: int, chunks: Container[int]) -> Column:
+    """Spread the bytes that a layer of these chunks saves per microbatch over all passes in flight of a stage."""
+    held = pipeline.passes(stage).in_flight([each in chunks for each in range(pipeline.num_chunks)])
+    return -(-held * saved // pipeline.in_flight(stage))
+
+
+def _with_missing(tables: CostTables, layer_type: int, stage: int, chunk: int) -> tuple[CostTables, int]:
     """Return the tables with an additional layer type, as this one but missing in one chunk, and its index."""
     count, chunks = len(tables.layer_types), tables.pipeline.num_chunks
     own = [layer_type] + ([tables.last_types[layer_type]] if tables.last_types else [])
     found = tables.select([*range(count), *own])
-    time_s, static_bytes = found.time_s.copy(), found.static_bytes.copy()
+    time_s, static_bytes, saved = found.time_s.copy(), found.static_bytes.copy(), found.activation_bytes.copy()
     time_s[count:] *= (chunks - 1) / chunks
     static_bytes[count:] -= static_bytes[count:] // chunks
+    saved[count:] = _in_chunks(saved[count:], tables.pipeline, stage, {*range(chunks)} - {chunk})
     name = f"{tables.layer_types[layer_type]} ({count}: {chunks - 1} of {chunks})"
     return replace(
         found,
@@ -129,6 +135,7 @@ def _with_missing(tables: CostTables, layer_type: int) -> tuple[CostTables, int]
         last_types=(*tables.last_types, *([count + 1] * 2 if tables.last_types else [])),
         time_s=time_s,
         static_bytes=static_bytes,
+        activation_bytes=saved,
     ), count
 
 

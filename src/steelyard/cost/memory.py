@@ -29,7 +29,8 @@ layer after it. This is exact for identical neighbours, which most are, and othe
 Before its first backward pass a stage has no gradients. With one microbatch $h$ has none and $f$ is smaller by them. A
 stage that holds all microbatches in flight has either the gradients of a layer or what its last microbatch saved, and
 $f$ is the excess of the latter. The last layer of a stage has its own rows, which include what it sends. A stage with
-several chunks holds what its passes in flight saved, the states of all chunks, and a buffer for each paused chunk.
+several chunks holds what its passes in flight saved, each of its own chunk, the states of all chunks, and a buffer for
+each paused chunk.
 
 Copies from the host during the optimizer step count as work of a layer without its $f$, because by then all layers have
 freed theirs.
@@ -451,7 +452,7 @@ def host_bytes(parts: Sequence[range], strategies: Sequence[Strategy], configs: 
         mine = _on_stage(parts, stage, config)
         of_parts = [sum(_on_host(layer, strategies[layer], config) for layer in part) for part in mine]
         states, saved = np.stack(of_parts).T
-        found.append(int(states.sum() + config.pipeline.in_flight(stage) * saved.max()))
+        found.append(int(states.sum()) + config.pipeline.passes(stage).in_flight(saved.tolist()))
     return found
 
 
@@ -557,8 +558,8 @@ def _activations(
     stage: int,
     place: Mapping[Strategy, int],
 ) -> int:
-    """Bytes saved by a stage for its passes in flight; with chunks, as if all were the largest."""
-    pipeline, last = config.pipeline, len(strategies) - 1
+    """Bytes saved by a stage for its passes in flight."""
+    pipeline = config.pipeline
     in_flight = pipeline.in_flight(stage)
 
     def saved(layer: int, table: IntTable = tables.activation_bytes) -> int:
@@ -566,10 +567,7 @@ def _activations(
 
     if pipeline.num_chunks == 1:
         return in_flight * sum(saved(layer) for part in parts for layer in part)
-    found = in_flight * max(sum(saved(layer) for layer in part if layer not in (0, last)) for part in parts)
+    found = pipeline.passes(stage).in_flight([sum(map(saved, part)) for part in parts])
     if (waiting := tables.stage_bytes.get(in_flight)) is not None:
         found += max(sum(saved(layer, waiting) for layer in part) for part in parts)
-    for chunk, part in enumerate(parts):
-        for layer in {0, last}.intersection(part):
-            found += -(-pipeline.passes(stage).in_flight(chunk) * saved(layer) // in_flight) * in_flight
     return found

@@ -10,6 +10,7 @@ Costs, memory, search, runtime and exports use a `PipelineConfig` and its `Sched
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -38,11 +39,13 @@ class PassOrder:
     chunk: Column
     microbatch: Column
 
-    def in_flight(self, chunk: int | None = None) -> int:
-        """Maximum number of microbatches of a chunk, or of all, that are alive at once: forward begun, backward not
-        ended."""
+    def in_flight(self, of_chunk: Sequence[int] = ()) -> int:
+        """Maximum number of microbatches that are alive at once: forward begun, backward not ended.
+
+        ``of_chunk``: weight of a microbatch by chunk, such as its bytes; 1 if not given.
+        """
         change = (self.phase == Phase.FORWARD).astype(np.int64) - (self.phase == Phase.BACKWARD)
-        return int((change if chunk is None else change * (self.chunk == chunk)).cumsum().max())
+        return int((change * np.array(of_chunk)[self.chunk] if of_chunk else change).cumsum().max())
 
     def unfinished(self) -> int:
         """Maximum number of forward passes, over all chunks, whose weight pass has not ended."""
