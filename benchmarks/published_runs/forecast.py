@@ -80,6 +80,7 @@ def _stage_peaks(case: Case, stages: Sequence[Mapping[str, int]], kind: str) -> 
         data_degree = part.runs[0].strategy.data_degree
         step_bytes = case.job.execution.step_bytes(memory_bytes["parameters"], data_degree)
         peaks.append(counted_bytes(memory_bytes, kind, step_bytes) + case.workspace_bytes)
+    peaks[-1] += case.further_bytes
     return peaks
 
 

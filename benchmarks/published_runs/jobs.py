@@ -62,6 +62,8 @@ class Case:
     """The rank that the row's memory is of."""
     workspace_bytes: int
     """What kernels keep in torch's memory beside tensors."""
+    further_bytes: int = 0
+    """States of the copy of the embedding that a layer for further tokens reads on the last stage."""
     rates: tuple[tuple[str, float], ...] = ()
     """As `Framework.rates`."""
 
@@ -116,7 +118,17 @@ def _case(run: PublishedRun) -> Case:
         workspace_bytes=workspace_bytes(run, framework),
         rates=framework.rates,
     )
+    if (run.count("mtp_layers") or 0) and settings.pp > 1:
+        case = replace(case, further_bytes=_further_bytes(case, settings.tp))
     return replace(case, job=case.timed_at(job.efficiency)) if case.rates else case
+
+
+def _further_bytes(case: Case, tp: int) -> int:
+    """Bytes of an embedding's states on the last stage (``mtp_process`` in Megatron-Core's gpt_model.py)."""
+    execution, strategy = case.job.execution, case.plan.parts[-1].runs[-1].strategy
+    assert execution.states is not None, "of Megatron-Core"
+    num_params = case.job.chain.vocab_size * case.job.chain.hidden_size // tp
+    return sum(execution.states.kept_bytes(num_params, strategy, execution.shard_degree).values())
 
 
 def _plan(job: Job, settings: Settings) -> Plan:
