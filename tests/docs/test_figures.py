@@ -18,14 +18,14 @@ QUOTED = {
         "blocks 60–79: selective remat; full remat would take 10.5 s per step (4.1% slower)",
     ),
     ("README.md", "advise llama2-7b --cluster 1x1xrtx-4090 --seq-len 2048 --global-batch 1"): (
-        "16.0 GiB 93.6 GiB 909 ms -26 %",
-        "6.37 GiB 103 GiB 946 ms -23 %",
-        "3.61 GiB 106 GiB 6.91 s +466 %",
+        "16.0 GiB 93.6 GiB 752 ms -28 %",
+        "6.37 GiB 103 GiB 813 ms -22 %",
+        "3.61 GiB 106 GiB 6.74 s +544 %",
     ),
     (
         "docs/how-to/does-it-fit.md",
         "plan llama2-7b --cluster 1x1xrtx-4090 --seq-len 2048 --global-batch 1 --offload auto",
-    ): ("offload parameters: 6.91 s a step, nothing fits without it; without it on 1x8xrtx-4090 1.14 s a step",),
+    ): ("offload parameters: 6.74 s a step, nothing fits without it; without it on 1x8xrtx-4090 968 ms a step",),
     (
         "docs/how-to/fine-tune.md",
         "plan llama3-70b --cluster 1x8xa100-80gb --seq-len 4096 --global-batch 64 --train lora:r=16",
