@@ -8,6 +8,7 @@ from pathlib import Path
 from published_runs.jobs import Case, Skipped, case_of
 from published_runs.rows import PublishedRun
 from steelyard.cost.predict import predict
+from steelyard.errors import UserError
 from steelyard.planning.request import MARGIN
 from steelyard.units import GIB
 
@@ -48,7 +49,12 @@ Outcome = Forecast | Unpredicted
 def forecast(run: PublishedRun) -> Outcome:
     """The prediction for one run from the catalogue alone."""
     case = case_of(run)
-    return Unpredicted(run=run, reason=case.reason) if isinstance(case, Skipped) else forecast_case(case)
+    if isinstance(case, Skipped):
+        return Unpredicted(run=run, reason=case.reason)
+    try:
+        return forecast_case(case)
+    except UserError as error:  # such as a precision that the device lacks
+        return Unpredicted(run=run, reason=f"no price: {error.found}")
 
 
 def forecast_case(case: Case) -> Forecast:

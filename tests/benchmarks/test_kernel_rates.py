@@ -25,7 +25,7 @@ def test_the_shape_of_attention_is_the_one_that_fits_the_rows_that_are_not_withh
 
 def test_on_withheld_shapes_attention_as_priced_is_nearer_than_one_fraction_wherever_head_dims_vary() -> None:
     for rows in read_rows("attention"):
-        if rows.source == "aic" and rows.device != "l40s":
+        if rows.source == "aic" and rows.device not in ("l40s", "rtx-pro-6000-server"):
             assert median_error(rows, "attention", "as priced") < median_error(rows, "attention", "one fraction")
 
 

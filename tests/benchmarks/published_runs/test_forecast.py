@@ -9,6 +9,7 @@ from calibrate import with_parameters
 from published_runs.forecast import (
     COLUMNS,
     Forecast,
+    Unpredicted,
     counted_bytes,
     forecast,
     forecast_case,
@@ -158,6 +159,12 @@ def test_most_of_the_sample_is_within_a_third() -> None:
     timed = [each for each in forecasts() if each.run.step_time_s and each.run.is_recommended]
     near = [each for each in timed if 0.67 < each.step_time_s / (each.run.step_time_s or 1) < 1.5]
     assert len(near) >= 0.9 * len(timed)
+
+
+def test_a_precision_that_the_device_lacks_is_no_error_but_a_reason() -> None:
+    found = forecast(run_of("megatron_lm", gpu="MI355X", gpu_mem_gb="288", precision="mxfp4 + bf16"))
+    assert isinstance(found, Unpredicted)
+    assert "'nvfp4' on device 'mi355x'" in found.reason
 
 
 def test_a_line_per_run_is_written_in_their_order(tmp_path: Path) -> None:
