@@ -480,7 +480,7 @@ def simplicity_line(num_groups: int, num_stages: int, prediction: Prediction) ->
     words = "as fast as" if slower <= SAME_SHARE else f"{slower:.1%} slower than"
     is_deep = (fastest.num_stages or 0) > num_stages
     is_mixed = fastest.num_groups > num_groups or not is_deep
-    alike = ", fewer shardings" * (fastest.num_groups == num_groups)
+    alike = ", fewer shardings or chunks" * (fastest.num_groups == num_groups)
     mine = [f"{format_plural(num_groups, 'group')} of layers{alike}"] * is_mixed
     mine += [format_plural(num_stages, "stage")] * is_deep
     best = f"fastest plan, of {format_plural(fastest.num_groups, 'group')}"
