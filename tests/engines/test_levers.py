@@ -91,9 +91,9 @@ def test_a_price_is_refused_as_a_plan_is() -> None:
 
 @pytest.mark.parametrize("engine", ["accelerate", "deepspeed", "transformers"])
 def test_adapters_of_peft_go_with_data_parallelism_alone(engine: str) -> None:
-    found = ENGINES[engine].running(Levers.of({"train": "lora"}))
+    found = ENGINES[engine].running(Levers.of({"train": "lora"}), "bf16")
     assert all(len(each.name) and each.name in ("dp", "fsdp") for one in found.capabilities.dimensions for each in one)
-    assert ENGINES[engine].running(Levers.of({"optimizer": "sgd"})).capabilities == ENGINES[engine].capabilities
+    assert ENGINES[engine].running(Levers.of({"optimizer": "sgd"}), "bf16").capabilities == ENGINES[engine].capabilities
 
 
 # transformers and accelerate, whose parts are installed wherever the tests run
@@ -162,7 +162,7 @@ def test_on_one_device_only_deepspeed_keeps_parameters_in_host_memory() -> None:
     content = json.loads(text_of(alone, "deepspeed", ".json"))["zero_optimization"]
     assert (content["stage"], content["offload_param"]["device"]) == (3, "cpu")
     for engine in ("accelerate", "transformers", "torchtitan"):
-        reasons = unsupported(alone, ENGINES[engine].running(Levers.of(levers)).capabilities)
+        reasons = unsupported(alone, ENGINES[engine].running(Levers.of(levers), "bf16").capabilities)
         assert "layers that nothing divides" in reasons
 
 
@@ -327,7 +327,7 @@ def test_axolotl_says_alpha_as_a_whole_number() -> None:
 
 
 def test_axolotl_has_a_base_in_four_bits_where_it_does_not_shard_it() -> None:
-    dimensions = ENGINE_OF_TARGET["axolotl"].running(Levers.of(QLORA)).capabilities.dimensions
+    dimensions = ENGINE_OF_TARGET["axolotl"].running(Levers.of(QLORA), "bf16").capabilities.dimensions
     assert {each.name for one in dimensions for each in one} == {"dp"}
 
 

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import yaml
 
-from steelyard.engines import ENGINES, TARGETS
+from steelyard.engines import ENGINE_OF_TARGET, ENGINES, TARGETS
 from steelyard.engines.capabilities import unsupported
 from steelyard.engines.deepspeed import PRESETS
 from steelyard.engines.engine import Entries
 from steelyard.engines.torchtitan import TORCHTITAN
 from steelyard.engines.writing import UniformPlan, describe_uniform
 from steelyard.errors import UserError
+from steelyard.levers import NO_LEVERS, Levers
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import load_model, model_names
 from steelyard.plan.file import parse_value
@@ -577,9 +578,15 @@ def test_transformers_and_axolotl_are_told_fp16() -> None:
     assert (content["fp16"], content["bf16"]) == (True, False)
 
 
-def test_transformers_refuses_fp16_where_its_own_sharding_computes_in_bf16() -> None:
-    with pytest.raises(UserError, match="fsdp together with tp or ep"):
-        exported(uniform("fsdp4-tp2", devices=8, precision="fp16"), "transformers")
+@pytest.mark.parametrize("to", ["transformers", "swift-sft"])
+def test_transformers_has_no_fp16_where_its_own_sharding_computes_in_bf16(to: str) -> None:
+    engine, plan = ENGINE_OF_TARGET[to], uniform("fsdp4-tp2", devices=8)
+    is_trainer = to == "transformers"
+    assert (not unsupported(plan, engine.running(NO_LEVERS, "bf16").capabilities)) is is_trainer
+    means = engine.running(NO_LEVERS, "fp16").capabilities
+    assert unsupported(plan, means) == ("fsdp with tp in one layer",)
+    assert unsupported(FP16, means) == ()
+    assert (not unsupported(uniform("tp8", devices=8), means)) is is_trainer
 
 
 def test_transformers_takes_the_distributed_config() -> None:

@@ -154,7 +154,9 @@ def _fitted(plan: Plan, folder: Path, engine: Engine, given: Elsewhere) -> Fitte
     No search is needed if the engine can run the plan and it was written by hand or found for an engine that executes
     alike.
     """
-    own, theirs = (each.running(plan.chosen_levers) for each in (engine_of(plan.engine or NATIVE.name), engine))
+    own, theirs = (
+        each.running(plan.chosen_levers, plan.precision) for each in (engine_of(plan.engine or NATIVE.name), engine)
+    )
     is_for_it = plan.prediction is None or own.execution == theirs.execution
     if is_for_it and not unsupported(plan, theirs.capabilities):
         kept = tuple(plan.asked.one_by_one()) if plan.asked else ()

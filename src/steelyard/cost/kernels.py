@@ -23,7 +23,7 @@ def job_under(job: Job, engine: Engine) -> Job:
     The profile stays unchanged, and the engine is treated as one without its own kernels, if the profile is measured,
     in fp32 or partly frozen (except plain LoRA), or if its layers do not have the closed form.
     """
-    engine, profile = engine.running(job.levers), job.profile
+    engine, profile = engine.running(job.levers, job.precision), job.profile
     kernels = kernels_of(engine, job.precision)
     imbalance = 1.0 if engine.execution.balances_experts else job.imbalance
     layers: tuple[LayerProfile, ...] = ()

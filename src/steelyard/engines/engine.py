@@ -185,6 +185,8 @@ class Engine:
     execution: Execution = OURS
     """Execution of plans, as far as it changes time or memory; the default is that of `steelyard.runtime`."""
     precisions: tuple[Precision, ...] = ("bf16", "fp32")
+    dimensions_in: Mapping[Precision, frozenset[Dimensions]] = field(default_factory=dict)
+    """Sets of parallelism dimensions that may share a layer in a precision; all of the engine if it is missing."""
     refuse: Callable[[ModelChain, int], None] = lambda chain, seq_len: None
     """Function that raises `UserError` if the engine cannot train a model or length; called before any search."""
     targets: tuple[Target, ...] = ()
@@ -212,15 +214,15 @@ class Engine:
             hint = f"plan without --engine, then {error.hint}"
             raise UserError(field="--engine", found=found, expected=error.expected, hint=hint) from None
 
-    def running(self, levers: Levers) -> "Engine":
-        """Return the engine as it runs these levers."""
-        found = self
-        for taken in (self.levers[lever.name] for lever in levers if lever.name in self.levers):
-            means = found.capabilities
-            if taken.dimensions is not None:
-                means = replace(means, dimensions=means.dimensions & taken.dimensions)
-            found = replace(found, capabilities=means, execution=taken.execution(found.execution))
-        return found
+    def running(self, levers: Levers, precision: Precision) -> "Engine":
+        """Return the engine as it runs these levers in this precision."""
+        taken = [self.levers[lever.name] for lever in levers if lever.name in self.levers]
+        dimensions, execution = self.capabilities.dimensions, self.execution
+        for each in (self.dimensions_in.get(precision), *(each.dimensions for each in taken)):
+            dimensions = dimensions if each is None else dimensions & each
+        for lever in taken:
+            execution = lever.execution(execution)
+        return replace(self, capabilities=replace(self.capabilities, dimensions=dimensions), execution=execution)
 
     def with_options(self, chosen: Sequence[str]) -> "Engine":
         """Return the engine with these of its options. Raises `UserError` if it does not have one of them."""

@@ -13,10 +13,10 @@ from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_as_transformers
-from steelyard.errors import UserError
 from steelyard.levers import Levers
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
+from steelyard.precision import SCALES_LOSS
 
 CAPABILITIES = Capabilities(
     mixes_layers=False,
@@ -46,13 +46,6 @@ train undivided. tp needs a ``base_model_tp_plan``, which the types that are nev
 
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
-    if view.precision == "fp16" and view.fsdp > 1 and _shards_itself(view):
-        raise UserError(
-            field="--to",
-            found="transformers for a plan in fp16 with fsdp together with tp or ep",
-            expected="bf16, the compute type of its DistributedConfig, or fsdp without tp and ep",
-            hint="plan with --max-tp 1, or for --engine deepspeed",
-        )
     levers = request.plan.chosen_levers
     left_out = [
         f"{('' if 'optimizer' in levers.texts else 'optimizer, ')}data and initial weights: set by the training script"
@@ -137,6 +130,7 @@ TRANSFORMERS = Engine(
     capabilities=CAPABILITIES,
     execution=Execution(whole_gradients="without tp"),
     precisions=("bf16", "fp16", "fp32"),
+    dimensions_in={SCALES_LOSS: dimensions_of("dp", "fsdp", "dp+fsdp", "tp")},  # its DistributedConfig computes in bf16
     refuse=lambda chain, seq_len: refuse_as_transformers("transformers", chain),
     levers={**peft.LEVERS, "offload": peft.OFFLOAD},
     targets=(

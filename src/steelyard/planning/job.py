@@ -257,7 +257,7 @@ def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) ->
         degrees=divisors(machines.devices_per_node),
         own=request.own,
         with_products=request.levers.effects.matrices is not None,
-        fp32_adapters=request.engine.running(request.levers).execution.adapters == "fp32",
+        fp32_adapters=request.engine.running(request.levers, request.precision).execution.adapters == "fp32",
         hub_kernels=machines.device.is_gpu,
     )
     given = request.profiles.get(machines.name)

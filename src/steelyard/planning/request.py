@@ -320,7 +320,7 @@ def request_of_plan(
     cluster, network, memory = given.get("cluster"), given.get("network"), given.get("memory")
     machines = _machines(plan.hardware_value() if cluster is None else cluster, network)
     engine = engine_of(given.get("engine") or plan.engine or NATIVE.name)
-    if reasons := unsupported(plan, engine.running(plan.chosen_levers).capabilities):
+    if reasons := unsupported(plan, engine.running(plan.chosen_levers, plan.precision).capabilities):
         raise UserError(
             field="--engine",
             found=f"{engine.name} for a plan with {'; '.join(reasons)}",
