@@ -54,6 +54,13 @@ def test_without_an_output_the_file_is_printed(run: Run, folder: Path) -> None:
     assert json.loads(result.stdout)["zero_optimization"]["stage"] == 3
 
 
+@pytest.mark.parametrize("to", ["torchtitan", "automodel", "ms-swift"])
+def test_a_target_without_the_precision_of_a_plan_refuses_it(run: Run, to: str, tmp_path: Path) -> None:
+    write_plan(uniform("fsdp8", devices=8, model="llama3.1-8b", precision="fp16"), tmp_path / "plan.json")
+    error = user_error(run("export", tmp_path / "plan.json", "--to", to))
+    assert error.found.startswith(f"{to}: fp16 with the engine")
+
+
 def test_a_plan_within_the_means_is_the_plan_itself(run: Run, folder: Path, tmp_path: Path) -> None:
     result = run("export", folder / "uniform.json", "--to", "accelerate", "-o", tmp_path / "a.yaml")
     assert "uniform fsdp8 in accelerate, the plan itself" in result.output

@@ -22,7 +22,7 @@ from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.engine_fit import FittedPlan, fit_plan
 from steelyard.planning.job import job_of
-from steelyard.planning.request import Elsewhere, request_of_plan
+from steelyard.planning.request import Elsewhere, check_precision, request_of_plan
 from steelyard.units import format_seconds
 
 SAME = 5e-4
@@ -109,7 +109,7 @@ def export(
             expected="a plan for steelyard's own runtime",
             hint=f"plan without --engine, or export --to {plan.engine.partition('+')[0]}",
         )
-    _check_levers(plan, engine, target)
+    _check_engine(plan, engine, target)
     engine.refuse(plan.chain(), plan.seq_len)
     with options.progress(f"fitting the plan into {target.name}", silent=as_json):
         given = Elsewhere(cluster=cluster, network=network, memory=memory, profile=profile)
@@ -135,16 +135,17 @@ def export(
     _print_statement(exported, fitted, headline, written, on_error=output is None)
 
 
-def _check_levers(plan: Plan, engine: Engine, target: Target) -> None:
-    """Raise `UserError` for a lever that the engine of a target does not support."""
+def _check_engine(plan: Plan, engine: Engine, target: Target) -> None:
+    """Raise `UserError` for a precision or a lever that the engine of a target does not support."""
     try:
+        check_precision(engine, plan.precision)
         check_levers(plan.chosen_levers, plan.chain(), engine)
     except UserError as error:
         raise UserError(
             field="--to",
-            found=f"{target.name} for a plan with {error.found}",
+            found=f"{target.name}: {error.found}",
             expected=error.expected,
-            hint="export --to torchrun, or plan without this option",
+            hint=f"export --to {(plan.engine or 'torchrun').partition('+')[0]}, or plan without this option",
         ) from None
 
 

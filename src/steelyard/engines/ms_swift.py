@@ -35,6 +35,7 @@ from steelyard.precision import DTYPES, Precision
 
 SWIFT = replace(
     megatron.MEGATRON,
+    precisions=("bf16", "fp32", "fp8"),
     options={
         **OPTIONS,
         **{name: SWITCHES[name] for name in ("bf16-moments", "fp8-parameters", "fused-loss", "tp-overlap")},
@@ -58,13 +59,6 @@ def _write_megatron(request: Request) -> Draft:
             field="--to",
             found=f"ms-swift for {chain.name}, whose config sets {lost}",
             expected="a model with full attention, and with experts in every block or in none",
-            hint="export --to megatron, which supports it",
-        )
-    if view.precision not in ("bf16", "fp32", "fp8"):
-        raise UserError(
-            field="--to",
-            found=f"ms-swift for a plan in {view.precision}",
-            expected="bf16, fp32 or fp8",
             hint="export --to megatron, which supports it",
         )
     balancing = [flag for flag in flags if flag.startswith(_BALANCING)]
