@@ -22,7 +22,7 @@ from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.planning.request import make_request
 from steelyard.planning.settings import Settings, price_settings
-from tests.engines.examples import divided_experts, exported, text_of, uneven_pipeline, uniform
+from tests.engines.examples import divided_experts, text_of, uneven_pipeline, uniform
 from tests.engines.known import known_names
 
 MODULES = (
@@ -227,14 +227,6 @@ def test_names_are_those_of_its_files() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Config", "Container")):
                 used |= {f"{ast.unparse(node.func)}.{word.arg}" for word in node.keywords}
         assert used <= known_names("megatron-bridge-0.3.1.txt")
-
-
-@pytest.mark.slow
-def test_tokens_that_tp_would_cut_are_refused() -> None:
-    config = dict(load_model("llama3.1-8b").config) | {"vocab_size": 128255}
-    plan = uniform("dp4-tp2", devices=8).model_copy(update={"model": PlanModel(name="x", config=config)})
-    with pytest.raises(UserError, match="tp 2 over 128255 tokens"):
-        exported(plan, "megatron-bridge")
 
 
 @pytest.mark.parametrize(

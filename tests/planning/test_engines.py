@@ -18,7 +18,7 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import InvalidPlanError
 from steelyard.plan.strategy import Remat
-from steelyard.planning.choose import plan_job
+from steelyard.planning.choose import NoUniformPlanError, plan_job
 from steelyard.planning.complete import complete, engine_answers
 from steelyard.planning.frontier import memory_points
 from steelyard.planning.job import job_of
@@ -326,6 +326,13 @@ def test_a_dimension_that_only_the_ends_refuse_is_said_not_to_be_searched(model:
     assert (
         said == ["tp, which megatron gives to all layers: tp 2 does not divide the 50257 vocabulary entries"] * is_odd
     )
+
+
+def test_an_engine_of_one_strategy_divides_its_ends_as_its_blocks() -> None:
+    """A plan with ends that tp leaves whole would be written without tp."""
+    job = job_of(make_request("gpt2-medium", "1x8xa100-80gb", global_batch=32, seq_len=1024, engine="megatron"))
+    with pytest.raises(NoUniformPlanError):
+        plan_job(job, Decisions(pins=("blocks: tp=2",)))
 
 
 @pytest.mark.slow

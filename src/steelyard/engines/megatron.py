@@ -29,7 +29,6 @@ from steelyard.engines.megatron_arguments import (
 )
 from steelyard.engines.megatron_models import Flags, model_flags
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
-from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
@@ -146,17 +145,6 @@ def _quoted(flag: str) -> str:
     """Return an option and its value as shell words, quoted so that a value of a config is never code."""
     option, space, value = flag.partition(" ")
     return option + (f" {shlex.quote(value)}" if space else "")
-
-
-def refuse_cut_token(name: str, chain: ModelChain, tp: int) -> None:
-    """Raise `UserError` if tp does not divide the vocabulary, for targets that do not pad it."""
-    if chain.vocab_size % tp:
-        raise UserError(
-            field="--to",
-            found=f"{name} for tp {tp} over {chain.vocab_size} tokens",
-            expected="a tp degree that divides the vocabulary, because this target does not pad it",
-            hint="plan with --max-tp, or export --to megatron, which pads it",
-        )
 
 
 def attributes(flags: Sequence[str]) -> dict[str, Any]:

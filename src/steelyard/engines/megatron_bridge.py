@@ -119,7 +119,6 @@ def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     chain = request.plan.chain()
     train = request.plan.chosen_levers.value(Train)
-    megatron.refuse_cut_token("megatron-bridge", chain, view.tp)
     options = options_in(request.plan.engine)
     of_plan = megatron.attributes([*megatron.parallel_flags(view, options), *megatron.remat_flags(view, chain)])
     model = {key: value for key, value in of_plan.items() if key not in _OF_GRADIENTS}

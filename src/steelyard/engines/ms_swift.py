@@ -51,7 +51,6 @@ _LOST = {"--window-size": "sliding_window", "--moe-layer-freq": "blocks without 
 def _write_megatron(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     chain = request.plan.chain()
-    megatron.refuse_cut_token("ms-swift", chain, view.tp)
     flags = model_flags(chain, view.seq_len, target="ms-swift", lacking=("gpt2",))
     lost = next((_LOST[option] for option in (flag.partition(" ")[0] for flag in flags) if option in _LOST), None)
     if lost is not None:

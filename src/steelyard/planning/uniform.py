@@ -3,8 +3,8 @@
 A uniform plan has one strategy for the whole model and one remat choice for all blocks. The embedding and the head are
 not recomputed, because no framework recomputes them. An engine may also recompute the first n blocks of every stage.
 Layers without experts do not use expert parallelism, and if tensor parallelism does not divide an embedding or a head
-(GPT-2's 50,257 tokens), its ranks take samples instead. Microbatches, stages and cuts are searched like those of any
-other plan, so a gain over a uniform plan is a gain over the best one.
+(GPT-2's 50,257 tokens), its ranks take samples instead, except in engines of one strategy. Microbatches, stages and
+cuts are searched like those of any other plan, so a gain over a uniform plan is a gain over the best one.
 
 Source: the settings of users of `torch.nn.parallel.DistributedDataParallel`, `fully_shard`, and Megatron-LM or
 torchtitan ("3D" to "5D").
@@ -43,7 +43,8 @@ def uniform_choices(job: Job, tables: CostTables, *, remat_runs: bool = False) -
     of_rows = [roles[name] for name in tables.type_names]
     is_block = np.array([[role is LayerRole.BLOCK] for role in of_rows], dtype=bool)
     blocks, dense, others, undivided = _alike(tables.strategies)
-    of_ends = np.where(tables.legal[:, others], others, undivided)
+    # an engine of one strategy gives the tp of its blocks to embedding and head
+    of_ends = np.where(tables.legal[:, others] | (not job.engine.capabilities.mixes_layers), others, undivided)
     alike = np.where(is_block, np.where(tables.legal[:, blocks], blocks, dense), of_ends)
     counts = np.bincount(tables.layers, minlength=len(tables.layer_types))
     slowest = _SlowestStage(tables, usable_bytes(job), int(np.argmax(np.where(is_block[:, 0], counts, -1))))
