@@ -89,7 +89,7 @@ def test_a_number_without_unit_is_read_to_the_byte(num_bytes):
 def test_a_text_that_is_no_quantity_shows_how_to_write_one(text):
     with pytest.raises(UserError, match="--memory 20GiB") as caught:
         parse_bytes(text)
-    assert (caught.value.field, caught.value.found) == ("memory", repr(text))
+    assert (caught.value.field, caught.value.found) == ("--memory", repr(text))
 
 
 @pytest.mark.parametrize("text", ["80", "80.5", "999999"])

@@ -69,7 +69,7 @@ def parse_bytes(text: str) -> int:
     number, suffix = match.groups() if match else ("", "")
     if match and not suffix and 0 < float(number) < LEAST_BYTES:
         raise UserError(
-            field="memory",
+            field="--memory",
             found=f"{number}, which has no unit",
             expected=f"a number with a unit: is it {number}GiB or {number}GB?",
             hint=f"write --memory {number}GiB, the unit of device memory ({number}B for bytes)",
@@ -77,7 +77,7 @@ def parse_bytes(text: str) -> int:
     if match is None or (suffix.lower() or "b") not in _SUFFIX_BYTES:
         meant = f"{suffix[0].upper()}iB" if suffix and f"{suffix[0].lower()}ib" in _SUFFIX_BYTES else ""
         raise UserError(
-            field="memory",
+            field="--memory",
             found=repr(text),
             expected="a number with a unit: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB or TiB (powers of 1024)",
             hint=f"write --memory {number}{meant}" if meant else "write for example --memory 80GB or --memory 20GiB",

@@ -60,7 +60,7 @@ def test_the_allocator_of_a_cpu_needs_no_margin() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 0.95, float("nan")])
 def test_a_share_that_is_none_is_an_error(share: float) -> None:
-    with pytest.raises(UserError, match=r"memory_margin: found .*\n.*from 0 to 0.9"):
+    with pytest.raises(UserError, match=r"--memory-margin: found .*\n.*from 0 to 0.9"):
         of(margin=share)
 
 

@@ -494,7 +494,7 @@ def test_a_job_on_some_of_its_groups_shares_what_is_known_of_their_costs():
 
 
 def test_a_number_of_stages_that_no_pools_can_have_is_refused():
-    with pytest.raises(UserError, match=r"^num_stages: found 7"):
+    with pytest.raises(UserError, match=r"^--stages: found 7"):
         plan_job(pooled("1x2xh100-80gb+1x2xa100-80gb"), narrower(num_stages=7))
 
 

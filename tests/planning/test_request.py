@@ -224,15 +224,15 @@ def short_gpt2() -> ModelChain:
 @pytest.mark.parametrize(
     ("changes", "field", "text"),
     [
-        ({"global_batch": 0}, "global_batch", "1 to 262144"),
-        ({"seq_len": 2**24 + 1}, "seq_len", "1 to 16777216"),
-        ({"global_batch": 2**18, "seq_len": 2**24}, "global_batch", "tokens a step"),
-        ({"model": short_gpt2, "seq_len": 65}, "seq_len", "at most 64"),
-        ({"imbalance": 1.5}, "imbalance", "a model with experts"),
-        ({"model": mixtral, "imbalance": 0.5}, "imbalance", "1 (every rank's experts get as many tokens) to 8"),
-        ({"model": mixtral, "imbalance": 9.0}, "imbalance", "to 8"),
-        ({"memory": 0}, "memory", "1 to "),
-        ({"memory_margin": 0.95}, "memory_margin", "from 0 to 0.9"),
+        ({"global_batch": 0}, "--global-batch", "1 to 262144"),
+        ({"seq_len": 2**24 + 1}, "--seq-len", "1 to 16777216"),
+        ({"global_batch": 2**18, "seq_len": 2**24}, "--global-batch", "tokens a step"),
+        ({"model": short_gpt2, "seq_len": 65}, "--seq-len", "at most 64"),
+        ({"imbalance": 1.5}, "--imbalance", "a model with experts"),
+        ({"model": mixtral, "imbalance": 0.5}, "--imbalance", "1 (every rank's experts get as many tokens) to 8"),
+        ({"model": mixtral, "imbalance": 9.0}, "--imbalance", "to 8"),
+        ({"memory": 0}, "--memory", "1 to "),
+        ({"memory_margin": 0.95}, "--memory-margin", "from 0 to 0.9"),
         ({"global_batch": "max", "objective": "devices"}, "--global-batch", "max with --objective devices"),
         ({"seq_len": "max", "global_batch": "max"}, "--seq-len", "max with --global-batch max"),
         ({"seq_len": "max", "objective": "devices"}, "--seq-len", "max with --objective devices"),
@@ -273,7 +273,7 @@ def test_a_module_that_cannot_compute_in_bf16_is_planned_in_fp32_alone() -> None
 
 
 def test_another_request_is_checked_as_the_first_was() -> None:
-    with pytest.raises(UserError, match="global_batch: found 0"):
+    with pytest.raises(UserError, match="--global-batch: found 0"):
         replace(request(), global_batch=0)
 
 

@@ -129,7 +129,7 @@ class Device:
         """Usable memory in bytes. Raises `InvalidClusterError` if neither catalogue nor cluster file states it."""
         if self.memory_bytes is None:
             raise InvalidClusterError(
-                field="memory",
+                field="--memory",
                 found=f"device {self.name!r}, whose memory is not stated",
                 expected="the memory that one device (for cpu: one process) may use",
                 hint="pass for example --memory 4GiB, or write memory_GiB in the cluster file",

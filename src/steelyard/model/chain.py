@@ -376,7 +376,7 @@ class ModelChain(Layout):
             hint = f"give --seq-len {-(-seq_len // self.split.multiple) * self.split.multiple}"
         else:
             return
-        raise InvalidModelError(field="seq_len", found=f"{seq_len} for {self.name}", expected=expected, hint=hint)
+        raise InvalidModelError(field="--seq-len", found=f"{seq_len} for {self.name}", expected=expected, hint=hint)
 
     def layer_name(self, layer: int) -> str:
         """Name of a layer in messages: ``embedding``, ``block 3`` (from 0 after each embedding) or ``head``."""
@@ -426,7 +426,7 @@ def frozen_chain(chain: ModelChain, freeze: Freeze | None) -> ModelChain:
 def nothing_left(name: str) -> InvalidModelError:
     """Return the error for freezing everything that the loss depends on."""
     return InvalidModelError(
-        field="freeze",
+        field="--freeze",
         found=f"every parameter of {name} that affects its loss",
         expected="a part, so that some parameters are trained",
         hint="freeze less",

@@ -45,7 +45,7 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
             every = dict.fromkeys(".".join(each[:end]) for each in parts for end in range(1, len(each) + 1))
             outer = sorted(every, key=lambda path: path.count("."))[:_MOST_NAMED]
             raise InvalidModelError(
-                field="freeze",
+                field="--freeze",
                 found=f"{pattern!r}, which matches nothing in the model",
                 expected=f"the path of a module or parameter, for example {', '.join(outer)}",
                 hint=nearest(pattern, every),

@@ -86,7 +86,7 @@ class Decisions(FilePart):
 
     def one_by_one(self) -> dict[str, "Decisions"]:
         """Return each decision alone, keyed by its command-line text."""
-        found = {f"--pin {text!r}": Decisions(pins=(text,)) for text in self.pins}
+        found = {pin_option(text): Decisions(pins=(text,)) for text in self.pins}
         for name, value in self:
             if value is None or name == "pins":
                 continue
@@ -102,6 +102,12 @@ class Decisions(FilePart):
 
 FREE = Decisions()
 """No decisions: every choice is left to the search."""
+
+
+def pin_option(pin: str) -> str:
+    """Return the command-line text of a pin: ``--tp 4`` for ``tp=4``, ``--pin 'blocks: tp=4'``."""
+    name, _, degree = pin.partition("=")
+    return f"--{name} {degree}" if name in DIMENSIONS else f"--pin {pin!r}"
 
 
 def _both(name: str, mine: Any, other: Any) -> Any:

@@ -224,7 +224,7 @@ def find_plan(
     result = complete(request)
     if result.plan is None:
         raise NothingFitsError(
-            field="memory",
+            field="--memory",
             found=f"{format_bytes(result.job.budget_bytes)} per device, in which no plan fits",
             expected=result.miss_text,
             hint=result.remedies,

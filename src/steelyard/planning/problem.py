@@ -72,7 +72,7 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
         if placed := GroupSpace(job, decisions).on_demand():
             return placed
         raise UserError(
-            field="num_stages",
+            field="--stages",
             found=str(decisions.num_stages),
             expected="a number of stages that divides the devices of a group, or the sum of such numbers",
             hint="leave it out to have it searched",
@@ -243,10 +243,10 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
         stages = [1]
     if decisions.num_stages is not None:
         limit = f" up to {decisions.most_stages}" if decisions.most_stages is not None else ""
-        stages = _pinned("num_stages", decisions.num_stages, stages, f"a divisor of the {devices} devices{limit}")
+        stages = _pinned("--stages", decisions.num_stages, stages, f"a divisor of the {devices} devices{limit}")
     if decisions.num_microbatches is not None:
         of_batch = f"a divisor of the batch of {job.global_batch}"
-        counts = _pinned("num_microbatches", decisions.num_microbatches, counts, of_batch)
+        counts = _pinned("--microbatches", decisions.num_microbatches, counts, of_batch)
     schedules = [each for each in SCHEDULES.values() if each.name in decisions.allowed_schedules]
     if refused := means.weight_pass_refusal(job.levers):
         if all(each.splits_backward for each in schedules):
@@ -366,10 +366,10 @@ def space_options(job: Job, decisions: Decisions) -> SpaceOptions:
     )
 
 
-def _pinned(field: str, value: int, allowed: list[int], rule: str) -> list[int]:
+def _pinned(option: str, value: int, allowed: list[int], rule: str) -> list[int]:
     if value not in allowed:
         raise UserError(
-            field=field,
+            field=option,
             found=str(value),
             expected=f"{rule}: {', '.join(map(str, allowed))}",
             hint="leave it out to have it searched",

@@ -184,7 +184,7 @@ class PlanRequest:
         _check_model(self)
         if not 0 <= (self.memory_margin or 0.0) <= MOST_MARGIN:
             raise UserError(
-                field="memory_margin",
+                field="--memory-margin",
                 found=f"{self.memory_margin:g}",
                 expected=f"a share of the memory from 0 to {MOST_MARGIN:g}",
                 hint=f"give for example --memory-margin {MARGIN:g}, or leave it out",
@@ -456,15 +456,13 @@ def _taken(plan: Plan, machines: Cluster) -> list[tuple[str, CostSource, Budget]
 
 def _check_sizes(request: PlanRequest) -> None:
     batch, seq_len = request.global_batch, request.seq_len
-    memory = ("memory", request.memory_bytes, MOST_BYTES)
-    for name, value, most in (("global_batch", batch, MOST_SAMPLES), ("seq_len", seq_len, MOST_TOKENS), memory):
+    memory = ("--memory", request.memory_bytes, MOST_BYTES)
+    for option, value, most in (("--global-batch", batch, MOST_SAMPLES), ("--seq-len", seq_len, MOST_TOKENS), memory):
         if value is not None and not 1 <= value <= most:
-            raise UserError(
-                field=name, found=str(value), expected=f"1 to {most}", hint=f"give --{name.replace('_', '-')}"
-            )
+            raise UserError(field=option, found=str(value), expected=f"1 to {most}", hint=f"give another {option}")
     if batch is not None and seq_len is not None and batch * seq_len > MOST_STEP_TOKENS:
         raise UserError(
-            field="global_batch",
+            field="--global-batch",
             found=f"{batch} samples of {seq_len} tokens, {batch * seq_len} tokens a step",
             expected=f"at most {MOST_STEP_TOKENS} tokens a step",
             hint="give a smaller --global-batch",
@@ -478,14 +476,14 @@ def _check_model(request: PlanRequest) -> None:
     chain, imbalance = request.chain, request.imbalance
     if imbalance != ASSUMED_IMBALANCE and not any(layer_type.num_experts for layer_type in chain.layer_types):
         raise UserError(
-            field="imbalance",
+            field="--imbalance",
             found=f"{imbalance:g} for {chain.name}",
             expected="a model with experts",
             hint="leave it out: no routing is uneven here",
         )
     if not 1 <= imbalance <= MOST_IMBALANCE:
         raise UserError(
-            field="imbalance",
+            field="--imbalance",
             found=f"{imbalance:g}",
             expected=f"1 (every rank's experts get as many tokens) to {MOST_IMBALANCE:g}",
             hint="give --imbalance what training reported, or leave it out",
@@ -493,7 +491,7 @@ def _check_model(request: PlanRequest) -> None:
     split = request.chain.split
     if split.no_bf16 and request.precision != "fp32":
         raise InvalidModelError(
-            field="precision",
+            field="--precision",
             found=f"{request.precision} for {split.module}, which fails on parameters in bf16: {split.no_bf16}",
             expected="a module that computes in the type of its parameters",
             hint="convert what the forward pass makes in fp32 (x.to(self.proj.weight.dtype)), or plan with fp32",

@@ -348,7 +348,7 @@ class Study:
         except UserError as error:
             if isinstance(error, NoUniformPlanError) or error.field == "pipeline":
                 return error.found
-            if error.field not in ("num_stages", "num_microbatches"):
+            if error.field not in ("--stages", "--microbatches"):
                 raise
             return f"{error.field} is fixed at {error.found}, which is not {error.expected}"
         self._keep(request, result.job, result.bounded_tables)

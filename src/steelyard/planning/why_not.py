@@ -16,7 +16,7 @@ from steelyard.errors import InvalidPlanError, UserError
 from steelyard.limits import MOST_MICROBATCHES
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.choices import NotSearched, StrategyVerdict, WhyNot
-from steelyard.plan.decisions import Decisions
+from steelyard.plan.decisions import Decisions, pin_option
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, dimension_named, level_dimensions, modes
 from steelyard.plan.dimensions.dimension import Batch, Divides, Level
 from steelyard.plan.plan import Plan
@@ -82,12 +82,12 @@ def _engine_has(request: PlanRequest, decision: Decisions) -> str | None:
 
 def unmet(pin: Pin, reasons: Sequence[str]) -> UserError:
     """Build the error for a pin that no strategy meets."""
-    name, _, value = pin.text.partition("=")
+    option, _, found = pin_option(pin.text).partition(" ")
     return UserError(
-        field="--pin",
-        found=repr(pin.text) + (f" (--{name} {value})" if name in DIMENSIONS else ""),
+        field=option,
+        found=found,
         expected=f"what some strategy of these layers may have ({'; '.join(reasons[:SHOWN_REASONS])})",
-        hint="pin something else, or leave these layers to the search",
+        hint="ask for something else, or leave these layers to the search",
     )
 
 
