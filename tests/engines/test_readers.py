@@ -480,13 +480,29 @@ def test_what_is_written_for_axolotl_is_read_again(
     assert again.prediction == plan.prediction
 
 
+def test_levers_that_a_file_cannot_say_are_given_with_it_or_named(tmp_path: Path) -> None:
+    levers = {"train": "lora:r=16,alpha=32,targets=all-linear", "optimizer": "sgd"}
+    request = make_request("llama-demo", CLUSTER, global_batch=16, seq_len=256, levers=levers, engine="deepspeed")
+    plan, _ = price_settings(request, ENGINES["deepspeed"], "bf16", Settings(zero=2, sp=False))
+    written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
+    path = tmp_path / "ds_config.json"
+    path.write_text(dict(export_plan(TARGETS["deepspeed"], written).files)["ds_config.json"])
+    told, notes = plan_of_file(path, "llama-demo", CLUSTER, seq_len=256, levers=levers)
+    assert (told.prediction, any("Assumed" in note for note in notes)) == (plan.prediction, False)
+    _, notes = plan_of_file(path, "llama-demo", CLUSTER, seq_len=256, levers={"train": levers["train"]})
+    assert "Assumed, because ds_config.json cannot say it: --optimizer adamw." in notes
+
+
 def test_what_a_trainer_fills_in_later_is_said_or_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     content = '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "offload_param": {"device": '
     path.write_text(content + '"none"}}, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}')
     plan, notes = plan_of_file(path, "llama3-8b", CLUSTER, global_batch=16, seq_len=2048)
     assert plan.precision == "bf16"
-    assert notes == ("Not read of mine.json: the precision, which is auto (priced in bf16).",)
+    assert notes == (
+        "Not read of mine.json: the precision, which is auto (priced in bf16).",
+        "Assumed, because mine.json cannot say it: --train full, --optimizer adamw.",
+    )
     path.write_text(content + '"cpu"}}}')
     with pytest.raises(UserError, match="param on cpu, optimizer on none"):
         plan_of_file(path, "llama3-8b", CLUSTER, global_batch=16, seq_len=2048)

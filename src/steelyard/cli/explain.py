@@ -1,6 +1,6 @@
 """``steelyard explain``: why a plan wins and what limits it; also prices a plan written by hand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -43,6 +43,7 @@ _ALL = "Also list all that lost, was dominated or was not searched, with reasons
 
 
 @options.prints(Explained)
+@options.with_levers
 def explain(
     path: Annotated[Path, typer.Argument(help="Plan file; with --from the model.", metavar="PLAN|MODEL")],
     cluster: options.OtherCluster = None,
@@ -58,9 +59,11 @@ def explain(
     everything: Annotated[bool, options.option("--all", None, _ALL)] = False,
     output: Annotated[Path | None, options.written("Write the plan with predictions to this file.")] = None,
     as_json: options.AsJson = False,
+    *,
+    levers: Mapping[str, str | None],
 ) -> None:
     """Explain a plan: why it wins, what limits it, the cost of other choices, and the value of more memory."""
-    plan, notes = _read(path, source, cluster, engine, network, global_batch, seq_len)
+    plan, notes = _read(path, source, cluster, engine, network, global_batch, seq_len, levers)
     with options.progress("counting the model's layers", silent=as_json) as show:
         if plan.is_mixed:
             not_with_pools({"--why-not": why, "--all": everything})
@@ -100,13 +103,15 @@ def _read(
     network: str | None,
     global_batch: int | None,
     seq_len: int | None,
+    levers: Mapping[str, str | None],
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return the plan of a plan file, or of an engine's file ``source`` for the model ``path``, and notes on it."""
     if source is None:
         plan = read_plan(path)
-        if global_batch or seq_len:
+        given = {"global-batch": global_batch, "seq-len": seq_len, **levers}
+        if option := next((name for name, value in given.items() if value is not None), None):
             raise UserError(
-                field="--global-batch" if global_batch else "--seq-len",
+                field=f"--{option}",
                 found="set for a plan file, which has its own",
                 expected="--from with it",
                 hint="leave it out, or plan again with another value",
@@ -120,7 +125,14 @@ def _read(
             hint="add --cluster 1x8xh100-80gb",
         )
     return plan_of_file(
-        source, str(path), cluster, engine=engine, network=network, global_batch=global_batch, seq_len=seq_len
+        source,
+        str(path),
+        cluster,
+        engine=engine,
+        network=network,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        levers=levers,
     )
 
 

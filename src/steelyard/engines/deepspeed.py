@@ -26,6 +26,7 @@ from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, U
 from steelyard.errors import UserError
 from steelyard.files import parse_json
 from steelyard.levers.optimizer import Optimizer
+from steelyard.levers.train import Train
 from steelyard.model.chain import ModelChain
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
@@ -204,7 +205,7 @@ DEEPSPEED = Engine(
         "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
         "optimizer": peft.one_of(_OPTIMIZERS, "which flattens parameters under ZeRO and has no such states"),
     },
-    reader=Reader(suffixes=(".json",), values=_values, read=_read),
+    reader=Reader(suffixes=(".json",), values=_values, read=_read, untold=(Train.name, Optimizer.name)),
     targets=(
         Target(
             name="deepspeed",

@@ -83,6 +83,8 @@ class Reader:
     `UserError` if they are invalid."""
     mark: str = ""
     """Text in every such file, which tells it from files of other engines with the same suffix."""
+    untold: tuple[str, ...] = ()
+    """Names of levers that such files cannot state; a note says the assumed values."""
 
 
 def literal(node: ast.expr) -> Any:

@@ -1,5 +1,6 @@
 """Plans as engineers configure them for a framework: a few degrees for the whole model, equally many blocks a stage."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from steelyard.engines.engine import Engine, Entries, Settings
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.files import read_text
 from steelyard.hardware import parse_cluster
+from steelyard.levers import LEVERS
 from steelyard.model.read import load_model
 from steelyard.plan.dimensions import DIMENSIONS
 from steelyard.plan.dimensions.cp import METHOD
@@ -58,11 +60,12 @@ def plan_of_file(
     network: str | None = None,
     global_batch: int | None = None,
     seq_len: int | None = None,
+    levers: Mapping[str, str | None] | None = None,
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return the priced plan that a file of an engine describes, and notes on how it was read.
 
-    ``engine`` defaults to one that reads files with that ending. ``global_batch`` and ``seq_len`` override the file.
-    Raises `UserError` if the file cannot be read or is incomplete.
+    ``engine`` defaults to one that reads files with that ending. ``global_batch``, ``seq_len`` and ``levers`` override
+    the file. Raises `UserError` if the file cannot be read or is incomplete.
     """
     try:
         text = read_text(path)
@@ -92,6 +95,8 @@ def plan_of_file(
     runs_it = plain.with_options([each for each in offered if plain.options[each].change(plain) != plain])
     check_precision(runs_it, found.precision)
     precision = next(each for each in runs_it.precisions if each == found.precision)
+    given = {name: text for name, text in (levers or {}).items() if text is not None}
+    chosen = {**found.levers, **given}
     request = make_request(
         chain,
         machines,
@@ -99,11 +104,14 @@ def plan_of_file(
         global_batch=_needed("--global-batch", path, global_batch or found.global_batch),
         seq_len=_needed("--seq-len", path, seq_len or found.seq_len),
         precision=layer_precision(precision),
-        levers=found.levers,
-        engine=runs_it.name if found.levers else None,
+        levers=chosen,
+        engine=runs_it.name if chosen else None,
     )
     unread = (*found.unread, *(each for each in found.options if each not in offered))
     notes = [f"Not read of {path.name}: {', '.join(unread)}."] if unread else []
+    if assumed := [name for name in plain.reader.untold if name not in given]:
+        named = ", ".join(f"--{name} {LEVERS[name]()}" for name in assumed)
+        notes.append(f"Assumed, because {path.name} cannot say it: {named}.")
     settings = found.settings
     if settings.zero == 0 and runs_it.execution.keeps_own_buffers:
         whole, _ = price_settings(request, runs_it, precision, settings)
