@@ -35,7 +35,7 @@ OUR_LOSS = (4, 12)
 """Bytes of each logit that our head saves, and holds at most: `steelyard.modules.layers.HeadLayer`."""
 _BF16_STATES = StateBytes(parameters=2, gradients=2, optimizer=4, zero=0)
 _BF16 = Execution(states=_BF16_STATES, frees_gradients=True, step_shard_bytes=2)
-_ADAPTERS = TRANSFORMERS.running(Levers.of({"train": "lora"})).execution
+_ADAPTERS = TRANSFORMERS.running(Levers.of({"train": "lora"}), "bf16").execution
 """As the product prices adapters of peft under autocast."""
 _FP32_ADAPTERS = replace(
     _ADAPTERS,

@@ -239,7 +239,7 @@ def _with_options(run: PublishedRun, engine: Engine) -> Engine:
     said = options_of(run, engine)
     if engine is TORCHTITAN:
         return torchtitan_of(run.text("framework"), said, levers_of(run))
-    return engine.running(levers_of(run)).with_options(tuple(said))
+    return engine.running(levers_of(run), precision_of(run)).with_options(tuple(said))
 
 
 def _is_local(run: PublishedRun) -> bool:
@@ -276,7 +276,7 @@ def torchtitan_of(version: str, said: Sequence[str], levers: Levers = NO_LEVERS)
     captures = any(name in version for name in ("graph_trainer", "aot_eager", "compiler toolkit"))
     has_pieces = "chunked" in version or (month >= "2026-05" and "graph_trainer" not in version)
     has_eager_loss = _LOSS_NOT_COMPILED.search(version) is not None
-    found = TORCHTITAN.running(levers).with_options((*([] if has_pieces else [WHOLE_LOSS]), *said))
+    found = TORCHTITAN.running(levers, "bf16").with_options((*([] if has_pieces else [WHOLE_LOSS]), *said))
     is_compiled = COMPILED in said
     fuses_routing = is_compiled and not captures and month >= "2026-06"
     changes: dict[str, Any] = {"eager_routing": not fuses_routing and found.execution.dispatcher != "deep"}

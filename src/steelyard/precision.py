@@ -12,5 +12,5 @@ LayerPrecision = Literal["bf16", "fp16", "fp32"]
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "fp8-block", "mxfp8", "nvfp4"]
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's name of the compute dtype of each `LayerPrecision`."""
-SCALES_LOSS = "fp16"
+SCALES_LOSS: Precision = "fp16"
 """Precision that is trained with loss scaling."""

@@ -72,7 +72,7 @@ def plan_of_file(
     except (OSError, ValueError) as error:
         raise _unreadable(path, error, "a file with settings") from None
     runs_it = engine_of(engine) if engine else _reader_of(path, text)
-    if runs_it is None or runs_it.reader is None:
+    if runs_it is None or (reader := runs_it.reader) is None:
         known = {name: each.reader.suffixes for name, each in READERS.items() if each.reader is not None}
         raise UserError(
             field="--from",
@@ -83,8 +83,8 @@ def plan_of_file(
     chain, machines = load_model(model), parse_cluster(cluster)
     runs_it.check_model(chain, seq_len or 1)
     try:
-        entries = Entries(runs_it.reader.values(text))
-        found = runs_it.reader.read(entries, chain, machines.num_devices)
+        entries = Entries(reader.values(text))
+        found = reader.read(entries, chain, machines.num_devices)
         if entries.are_unknown:
             raise ValueError("no setting of parallelism or batch")
     except UserError:
@@ -109,7 +109,7 @@ def plan_of_file(
     )
     unread = (*found.unread, *(each for each in found.options if each not in offered))
     notes = [f"Not read of {path.name}: {', '.join(unread)}."] if unread else []
-    if assumed := [name for name in plain.reader.untold if name not in given]:
+    if assumed := [name for name in reader.untold if name not in given]:
         named = ", ".join(f"--{name} {LEVERS[name]()}" for name in assumed)
         notes.append(f"Assumed, because {path.name} cannot say it: {named}.")
     settings = found.settings
