@@ -16,7 +16,9 @@ from steelyard.limits import MOST_BYTES, MOST_DEVICES, MOST_PER_S
 from steelyard.precision import LayerPrecision
 from steelyard.units import GB, format_bytes
 
-_PROFILE_HINT = "run `steelyard profile MODEL --processes N -o profile.json` on this machine and pass --profile profile.json"
+_PROFILE_HINT = (
+    "run `steelyard profile MODEL --processes N -o profile.json` on this machine and pass --profile profile.json"
+)
 
 DeviceType = Literal["gpu", "cpu"]
 """A gpu has asynchronous streams, its own context and a caching allocator. A cpu is a process of the host and has none

@@ -236,11 +236,13 @@ def slow_nodes(plan: Plan, request: PlanRequest, job: Job, path: str | Path) -> 
 
 def _slow_ranks(plan: Plan, record: RunRecord, path: Path) -> tuple[SlowRank, ...]:
     ran = (record.config_hash, len(record.ranks), 1 + max(rank.stage for rank in record.ranks))
-    if ran != (plan.chain().config_hash, plan.num_devices, plan.num_stages):
+    wanted = (plan.chain().config_hash, plan.num_devices, plan.num_stages)
+    if ran != wanted:
+        placed = [f"on {format_plural(n, 'rank')} in {format_plural(p, 'stage')}" for _, n, p in (ran, wanted)]
         raise InvalidRunError(
             field=f"--record {path}",
-            found=f"a run of {record.model_name} on {ran[1]} ranks in {ran[2]} stages",
-            expected=f"one of this plan: {plan.model.name} on {plan.num_devices} ranks in {plan.num_stages} stages",
+            found=f"a run of {record.model_name} {placed[0]}",
+            expected=f"one of this plan: {plan.model.name} {placed[1]}",
             hint="give the record that `train --record` wrote under this plan",
         )
     pools = [pool.name for pool in plan.stage_pools()] if plan.is_mixed else [""] * plan.num_stages
