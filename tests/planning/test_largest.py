@@ -99,3 +99,16 @@ def test_where_no_size_fits_it_is_said() -> None:
     small = partial(ask, memory="530MiB")
     with pytest.raises(UserError, match="batch 1, which takes"):
         largest("batch", small({}), small)
+
+
+def test_the_largest_batch_is_found_where_one_sample_has_no_plan() -> None:
+    """An engine of data ranks alone needs a sample on each of them."""
+
+    def of_accelerate(levers: Mapping[str, str | None]) -> PlanRequest:
+        given = {"global_batch": 2, "seq_len": 128, "memory": "2GiB", "levers": levers}
+        return make_request("llama-demo", "1x2xa100-40gb", engine="accelerate", **given)
+
+    size = largest("batch", of_accelerate({}), of_accelerate).size
+    assert isinstance(size, int)
+    assert size % 2 == 0
+    assert fits(replace(of_accelerate({}), global_batch=size))

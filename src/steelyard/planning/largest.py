@@ -80,10 +80,11 @@ def largest(what: str, request: PlanRequest, ask: Ask, *, progress: Progress = l
         (low if found <= budget else high)[size] = found
         size = _next(low, high, budget, sizes)
     if not low:
-        needs = f"takes {format_bytes(min(high.values()))} of {format_bytes(budget)}"
+        least = min(high.values())
+        needs = f"which takes {format_bytes(least)} of {format_bytes(budget)}" if least < _BEYOND else "without a plan"
         raise UserError(
             field="--max",
-            found=f"{what} {names.get(min(high), min(high))}, which {needs}",
+            found=f"{what} {names.get(min(high), min(high))}, {needs}",
             expected="a size that fits",
             hint="see `steelyard advise` without --max for what to change",
         )
@@ -133,7 +134,7 @@ def _sizes(what: str, request: PlanRequest, ask: Ask) -> _Sizes:
         at_once = replace(request, decisions=Decisions(num_microbatches=1))
         ranks = request.cluster.num_devices  # above their number, those that they share evenly
         sizes = [*range(1, ranks), *range(ranks, ranks * _MOST_SAMPLES, ranks)]
-        return _Sizes(lambda size: replace(at_once, global_batch=size), 1, sizes)
+        return _Sizes(lambda size: replace(at_once, global_batch=size), ranks, sizes)  # fewer need more than data ranks
     if what == MODEL:
         named = {num_params(job_of(each)): each.chain.name for each in _of_type(request, ask)}
         first = sorted(named)[len(named) // 2]
