@@ -22,6 +22,7 @@ from steelyard.planning.settings import plan_of_file
 from steelyard.planning.simple import with_reasons
 from steelyard.planning.variants import Study
 from steelyard.planning.why_not import why_not, why_not_plan
+from steelyard.profiles.record import SLOW_SHARE
 from steelyard.report.explain_view import explain_view, why_not_view
 from steelyard.report.tables import console
 
@@ -82,7 +83,8 @@ def explain(
             if record is not None:
                 show("planning without slow nodes")
                 slow = slow_nodes(plan, request, job, record)
-                even = () if slow else (f"no rank of {record} computed longer than predicted relative to the others",)
+                longer = f"{SLOW_SHARE:.0%} longer than predicted, relative to the others"
+                even = () if slow else (f"no rank of {record} computed more than {longer}",)
                 explanation = explanation.model_copy(update={"slow_nodes": slow, "notes": (*explanation.notes, *even)})
     explanation = explanation.model_copy(update={"notes": (*notes, *explanation.notes)})
     if output is not None:
