@@ -139,6 +139,18 @@ def test_a_plan_for_an_unknown_cluster_asks_for_it(run: Run, plan_path: Path, tm
     assert "--cluster" in result.stdout
 
 
+def test_a_plan_priced_on_another_cluster_names_it_and_is_written_for_it(
+    run: Run, plan_path: Path, tmp_path: Path
+) -> None:
+    cluster = f"{read_plan(plan_path).cluster.rpartition('x')[0]}xh100-80gb"
+    shown = run("explain", plan_path, "--cluster", cluster, "-o", tmp_path / "there.json").stdout
+    assert f" on {cluster}: " in shown.splitlines()[0]
+    there = read_plan(tmp_path / "there.json")
+    assert (there.cluster, there.machines().device.name) == (cluster, "h100-80gb")
+    again = run("explain", tmp_path / "there.json").stdout
+    assert again.splitlines()[0] == shown.splitlines()[0]
+
+
 def test_a_file_that_is_no_plan_is_one_clear_error(run: Run, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text('{"version": 1')
     assert user_error(run("explain", tmp_path / "broken.json")).exit_code == 2

@@ -112,7 +112,7 @@ def test_nothing_fits_anywhere_exits_1_with_reasons(run: Run) -> None:
         (("-o", "figure.svg"), "--output", "figure.html"),
         (("--devices", "8,many"), "--devices", "8,16,32"),
         (("--devices", "3"), "devices", "multiple of the 4 devices"),
-        (("--imbalance", 1.5), "imbalance", "no routing is uneven here"),
+        (("--imbalance", 1.5), "--imbalance", "no routing is uneven here"),
     ],
 )
 def test_a_mistake_is_one_clear_error(run: Run, arguments: tuple[str, ...], field: str, suggestion: str) -> None:

@@ -344,9 +344,12 @@ def _check_same_job(plan: Plan, job: Job) -> None:
         ("seq_len", plan.seq_len, job.seq_len),
         ("global_batch", plan.global_batch, job.global_batch),
         ("precision", plan.precision, job.precision),
-        ("stages.ranks", plan.num_devices, job.used_by(plan).hardware.num_devices),
+        ("number of devices", plan.num_devices, job.used_by(plan).hardware.num_devices),
     ):
         if found != expected:
             raise InvalidPlanError(
-                field=field, found=str(found), expected=f"{expected}, as in the job", hint="plan for this job"
+                field=field,
+                found=f"{found} in the plan",
+                expected=f"{expected}, for which it is priced",
+                hint="plan again with the other value",
             )

@@ -127,9 +127,13 @@ def with_price(plan: Plan, job: Job) -> Plan:
 
 
 def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
-    """Return the plan with a prediction of this cost, which also updates the figures of its whole training."""
-    engine, certificate = engine_name(job), Certificate(status="priced")
-    priced = plan.model_copy(update={"engine": engine, "prediction": prediction_of(job, plan, cost, certificate)})
+    """Return the plan with a prediction of this cost, for the cluster and engine of the job.
+
+    Figures of its whole training are updated.
+    """
+    prediction, cluster = prediction_of(job, plan, cost, Certificate(status="priced")), job.used_by(plan).hardware
+    runs_on = {"cluster": cluster.name, "hardware": hardware_file(cluster), "engine": engine_name(job)}
+    priced = plan.model_copy(update={**runs_on, "prediction": prediction})
     training = plan.training
     return priced if training is None else priced.with_training(training.tokens, price=training.price_per_device_hour)
 
