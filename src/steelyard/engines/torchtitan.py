@@ -600,6 +600,7 @@ def _function_values(text: str) -> dict[str, Any]:
 
 _OF_TRAINING = (
     r"(job|metrics|checkpoint|lr_scheduler|profiling|validation|comm|debug)\..*|model\.hf_assets_path|"
+    r"model_spec\.model\.norm\.eps|"
     r"training\.(steps|max_norm|dataset|dataset_path|seed|gc_freq|deterministic|mixed_precision_reduce|"
     r"disable_cuda_graphs)|"
     r"optimizer\.(lr|eps|beta1|beta2|weight_decay|implementation)|compile\.components|activation_checkpoint\."
