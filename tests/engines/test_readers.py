@@ -24,6 +24,7 @@ MODELS = {
     "torchtitan": "llama3.1-8b",
     "torchtitan+deepep+balanced": "qwen3-30b-a3b",
     "recipe of experts": "qwen3-30b-a3b",
+    "recipe of a model without arguments": "gpt-oss-20b",
     "AutoEP": "qwen3-30b-a3b",
 }
 WRITTEN = {
@@ -48,6 +49,7 @@ WRITTEN = {
     "recipe of chunks": ("megatron-bridge", Settings(pp=2, tp=2, vpp=2, remat_blocks=3)),
     "recipe in 8 bits": ("megatron-bridge", Settings(tp=2, remat=Remat.FULL)),
     "recipe of experts": ("megatron-bridge", Settings(ep=8, sp=False)),
+    "recipe of a model without arguments": ("megatron-bridge", Settings(ep=8, sp=False)),
     "ZeRO-3": ("deepspeed", Settings(zero=3, sp=False, remat=Remat.FULL, micro_batch=2)),
     "AutoEP": ("deepspeed", Settings(zero=3, ep=8, sp=False)),
     "ZeRO-2 beside tp": ("deepspeed", Settings(zero=2, sp=False, tp=2)),

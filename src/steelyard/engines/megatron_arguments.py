@@ -6,7 +6,7 @@ not read is named in a note of ``explain --from``.
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,6 +126,7 @@ _NOT_PRICED = (
     *("init_method_std", "distributed_backend", "no_position_embedding", "use_rotary_position_embeddings"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "use_flash_attn", "no_masked_softmax_fusion", "dataloader_type"),
     *("no_create_attention_mask_in_dataloader", "no_mmap_bin_files", "empty_unused_memory_level", "use_mcore_models"),
+    "use_te_rng_tracker",
 )
 _OF_TRAINING = (
     r"(min_lr|lr|decoupled|train|valid|test|eval|save|load|no_load|no_save|log|tensorboard|wandb|weight_decay|"
@@ -147,7 +148,7 @@ _LOOPED = "experts one after another (priced with --moe-grouped-gemm)"
 def _check_sizes(entries: Entries, own: Mapping[str, str], chain: ModelChain) -> None:
     for name in _SIZES:
         found = entries.get(name)
-        told = own.get(name, "none" if name == "num_experts" else None)
+        told = own.get(name, "none" if name == "num_experts" and not chain.has_experts else None)
         if found is not None and told is not None and str(found) != told:
             raise UserError(
                 field="--from",
@@ -245,8 +246,22 @@ def _uneven(entries: Entries, chain: ModelChain, pp: int, vpp: int) -> tuple[int
     return tuple(parts)
 
 
-def read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
-    """Return the settings that Megatron-LM's arguments or the settings of a Megatron-Bridge recipe are."""
+def own_arguments(chain: ModelChain, seq_len: int) -> dict[str, str]:
+    """Return the arguments of a model for Megatron-LM, by name with underscores. Raises as `model_flags`."""
+    flags = (flag.partition(" ") for flag in model_flags(chain, seq_len))
+    return {option.removeprefix("--").replace("-", "_"): value for option, _, value in flags}
+
+
+def read(
+    entries: Entries,
+    chain: ModelChain,
+    num_devices: int,
+    own_of: Callable[[ModelChain, int], Mapping[str, str]] = own_arguments,
+) -> FileSettings:
+    """Return the settings that Megatron-LM's arguments or the settings of a Megatron-Bridge recipe are.
+
+    ``own_of`` returns the arguments that such a file has of a model for a sequence length.
+    """
     values = entries.values
     entries.skip(*_LAUNCH, *_NOT_PRICED)
     modules = str(values.get("recompute_modules", "")).split()
@@ -259,10 +274,7 @@ def read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
     entries.skip(*(name for name, known in usual.items() if values.get(name) in known))
     entries.skip_like(_OF_TRAINING)
     seq_len = entries.number_or_none("seq_length", "sequence_length", "seq_len")
-    own = {
-        flag.partition(" ")[0].removeprefix("--").replace("-", "_"): flag.partition(" ")[2]
-        for flag in model_flags(chain, seq_len or 1)
-    }
+    own = own_of(chain, seq_len or 1)
     _check_sizes(entries, own, chain)
     tp, pp, cp, ep = (
         entries.number(f"{word}_model_parallel_size", f"{word}_parallel_size", short)

@@ -32,6 +32,7 @@ from steelyard.engines.megatron_arguments import (
     OPTIONS,
     SWITCHES,
     arguments,
+    own_arguments,
     read,
     read_switches,
 )
@@ -169,6 +170,12 @@ def _set_afterwards(chain: ModelChain, seq_len: int) -> dict[str, Any]:
     found = megatron.attributes([flag for flag in flags if flag.startswith(_SET_AFTERWARDS)])
     biases = {"add_bias_linear": "--disable-bias-linear" not in flags}
     return {_RENAMED.get(key, key): value for key, value in found.items()} | biases
+
+
+def _own_arguments(chain: ModelChain, seq_len: int) -> Mapping[str, str]:
+    if chain.family.model_type in _BRIDGED:
+        return {name: str(value) for name, value in _set_afterwards(chain, seq_len).items()}
+    return own_arguments(chain, seq_len)
 
 
 def _refuse(chain: ModelChain, seq_len: int) -> None:
@@ -406,7 +413,7 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     overlaps = entries.values.get(_BESIDE)
     entries.skip(*([_BESIDE] if isinstance(overlaps, bool) else []))
     switches = read_switches(_SWITCHES, entries)
-    found = read(entries, chain, num_devices)
+    found = read(entries, chain, num_devices, _own_arguments)
     lacks = found.settings.tp > 1 and (overlaps is False or not found.settings.sp)
     options = (*found.options, *switches, *([_NO_OVERLAP] if lacks else []))
     return replace(found, levers={"train": train} if train else {}, options=options)
