@@ -546,6 +546,8 @@ def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: P
         ("mine.toml", "[parallelism]\ntensor_parallel_degree = 0", "parallelism.tensor_parallel_degree"),
         ("mine.toml", "[parallelism]\ndata_parallel_shard_degree = 4", "--cluster"),
         ("mine.toml", "[project]\nname = 'other'", "--from"),
+        ("mine.toml", "[model]\nflavor = '70B'\n[training]\nseq_len = 8", "--from"),
+        ("mine.toml", "[model]\nname = 'qwen3'\nflavor = '8B'\n[training]\nseq_len = 8", "--from"),
         ("mine.toml", "x = 1\n[parallelism]\nmodule_fqns_per_model_part = [1]", "--from"),
         ("mine.json", "{", "--from"),
         ("mine.json", "[]", "--from"),

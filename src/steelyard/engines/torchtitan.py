@@ -467,7 +467,8 @@ def _values(text: str) -> Mapping[str, Any]:
 
 
 def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
-    entries.get("model.name", "model.flavor", "model_spec", "compile", "parallelism.num_pp_microbatches")
+    entries.get("compile", "parallelism.num_pp_microbatches")
+    _check_flavor(entries, chain)
     parallel, is_old = "parallelism.", bool(entries.get(_TOML))
     tp, cp, pp, replicas = (
         entries.number(*_degrees(kind)) for kind in ("tensor", "context", "pipeline", "data_parallel_replicate")
@@ -552,6 +553,20 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     )
 
 
+def _check_flavor(entries: Entries, chain: ModelChain) -> None:
+    """Raise `UserError` if the file names another model that torchtitan defines."""
+    folder, flavor = entries.get("model.name"), entries.get("model.flavor", "model_spec.flavor")
+    own, _ = flavor_of(chain, 1)
+    known = {(each.folder, each.name) for each in _FLAVORS}
+    if (folder or own.folder, flavor) in known - {(own.folder, own.name)}:
+        raise UserError(
+            field="--from",
+            found=" ".join(filter(None, (folder, flavor))),
+            expected=f"{own.folder} {own.name}, which is {chain.name}",
+            hint="pass the model that the file trains",
+        )
+
+
 def _float8(entries: Entries) -> str:
     """Return the recipe of float8 in a file, empty without float8."""
     if entries.get("float8.enable_float8_linear") is False:
@@ -591,6 +606,9 @@ def _function_values(text: str) -> dict[str, Any]:
         if path == "activation_checkpoint":
             kind = ast.unparse(node.value).partition("AC")[0].lower()
             found["activation_checkpoint.mode"] = kind
+        elif path == "model_spec" and isinstance(node.value, ast.Call) and node.value.args:
+            found["model_spec.flavor"] = literal(node.value.args[0])
+            found |= {f"model_spec.{each.arg}": literal(each.value) for each in node.value.keywords}
         elif isinstance(node.value, ast.Call) and node.value.keywords:
             found |= {f"{path}.{each.arg}": literal(each.value) for each in node.value.keywords}
         else:
