@@ -368,7 +368,7 @@ def test_megatron_takes_as_many_experts_of_a_token_as_transformers_where_the_con
 
 
 def test_megatron_leaves_sharded_parameters_to_its_other_target() -> None:
-    assert any("--to megatron-fsdp" in reason for reason in unsupported(FSDP, ENGINES["megatron"].capabilities))
+    assert any("the engine megatron-fsdp" in reason for reason in unsupported(FSDP, ENGINES["megatron"].capabilities))
     assert unsupported(FSDP, ENGINES["megatron-fsdp"].capabilities) == ()
 
 
@@ -549,7 +549,7 @@ def test_accelerate_is_given_no_tp_while_it_imports_what_transformers_does_not_h
     )
     assert needed is not None
     assert not hasattr(tensor_parallel, needed[1])
-    reason = "tp, which fails in accelerate with transformers 5: plan and export for transformers"
+    reason = "tp, which fails in accelerate with transformers 5, but not in the engine transformers"
     assert unsupported(uniform("fsdp4-tp2", devices=8), ENGINES["accelerate"].capabilities) == (reason,)
 
 

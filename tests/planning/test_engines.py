@@ -121,7 +121,7 @@ def test_settings_cut_the_blocks_evenly() -> None:
         ("megatron", Settings(micro_batch=3), "samples of the global batch"),
         ("megatron", Settings(pp=8, vpp=8), "64 parts of the pipeline for 32 blocks"),
         ("megatron", Settings(ep=2), "1, because the model has no experts"),
-        ("megatron", Settings(zero=3), "Megatron-FSDP"),
+        ("megatron", Settings(zero=3), "megatron-fsdp"),
         ("megatron", Settings(zero=0), "has these states sharded"),
         ("accelerate", Settings(pp=2, zero=3), "a pipeline"),
         ("torchtitan", Settings(cp=2, tp=4), "torchtitan with zero 1"),
@@ -328,6 +328,13 @@ def test_a_dimension_that_only_the_ends_refuse_is_said_not_to_be_searched(model:
     )
 
 
+def test_a_combination_that_an_engine_lacks_in_a_precision_is_named() -> None:
+    asked = {"global_batch": 8, "seq_len": 256, "precision": "fp16", "engine": "transformers"}
+    request = make_request("llama-demo", "1x8xv100-32gb", **asked)
+    with pytest.raises(UserError, match="it has no fsdp with tp in one layer"):
+        plan_job(job_of(request), Decisions(pins=("fsdp4-tp2",)))
+
+
 def test_an_engine_of_one_strategy_divides_its_ends_as_its_blocks() -> None:
     """A plan with ends that tp leaves whole would be written without tp."""
     job = job_of(make_request("gpt2-medium", "1x8xa100-80gb", global_batch=32, seq_len=1024, engine="megatron"))
@@ -384,8 +391,8 @@ def test_a_frontier_for_an_engine_has_its_plans_alone() -> None:
     ("engine", "decided", "expected"),
     [
         ("deepspeed", Decisions(remats=(Remat.SELECTIVE,)), "one of none, full"),
-        ("megatron", Decisions(pins=("fsdp=8",)), "not fsdp, which needs Megatron-FSDP"),
-        ("megatron", Decisions(modes={"zero": (2, 3)}), "not fsdp, which needs Megatron-FSDP"),
+        ("megatron", Decisions(pins=("fsdp=8",)), "not fsdp, which needs the engine megatron-fsdp"),
+        ("megatron", Decisions(modes={"zero": (2, 3)}), "not fsdp, which needs the engine megatron-fsdp"),
         ("megatron", Decisions(modes={"zero": (1,)}), None),
         ("megatron-fsdp", Decisions(modes={"zero": (1,)}), "zero among 3, 2"),
         ("deepspeed", Decisions(pins=("blocks 0-3: cp=2",)), "not cp, which this engine does not run"),
@@ -403,7 +410,7 @@ def test_a_decision_that_an_engine_does_not_have_is_refused_by_its_name(
     else:
         with pytest.raises(UserError, match=expected) as error:
             refuse_impossible(request)
-        assert error.value.field in ("--remat", "--pin", "--zero", "--stages")
+        assert error.value.field in ("--remat", "--pin", "--fsdp", "--zero", "--stages")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ CAPABILITIES = Capabilities(
     dimensions=dimensions_of("dp", "fsdp", "dp+fsdp"),
     sharded_tasks=SHARDED_TASKS,
     modes={"zero": frozenset({2, 3})},
-    why_not={"tp": "which fails in accelerate with transformers 5: plan and export for transformers"},
+    why_not={"tp": "which fails in accelerate with transformers 5, but not in the engine transformers"},
     remats=frozenset({Remat.NONE, Remat.FULL}),
 )
 

@@ -53,7 +53,7 @@ CAPABILITIES = Capabilities(
     ),
     modes={"sp": frozenset({False, True}), "cp_method": frozenset(_COMMUNICATION), "ep": frozenset(DEGREE.texts)},
     modes_with_experts={"sp": frozenset({True})},  # core/transformer/moe/moe_layer.py, MoELayer.forward
-    why_not={"fsdp": "which needs Megatron-FSDP: export --to megatron-fsdp"},
+    why_not={"fsdp": "which needs the engine megatron-fsdp"},
     remats=frozenset(Remat),
     remats_first_blocks=True,
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.megatron_name is not None),

@@ -121,7 +121,7 @@ class Device:
         raise InvalidClusterError(
             field="--precision",
             found=f"{dtype!r} on device {self.name!r}, which has no matrix units for it or no known rate",
-            expected="one of " + ", ".join(sorted(self.peak_flop_per_s)),
+            expected="one of " + ", ".join(known or sorted(self.peak_flop_per_s)),
             hint=f"plan with --precision {max(known, key=self.peak_flop_per_s.__getitem__)}"
             if known
             else f"measure {dtype} with `steelyard profile`",

@@ -400,7 +400,8 @@ def _no_uniform_plan(job: Job, decisions: Decisions) -> NoUniformPlanError:
     pins = pins_of(decisions, job.chain)
     offered = enumerate_strategies(devices, space_options(job, decisions)) if pins else ()
     asked = (each for each in offered if all(pin.allows(each) for pin in pins))
-    lacking = {engine.capabilities.refusal_of(job.chain, each) for each in asked}
+    means = engine.capabilities
+    lacking = {means.refusal_of(job.chain, each) or means.refusal(each) for each in asked}
     why = f": it has no {lacking.pop()}" if len(lacking) == 1 and None not in lacking else ""
     levers = f" with {job.levers}" if job.levers else ""
     batches = f", or give a --global-batch that {devices} divides" if job.global_batch % devices else ""
