@@ -186,7 +186,7 @@ def _is_offloaded(entries: Entries) -> bool:
 
 
 _OF_TRAINING = (
-    r"gradient_clipping|steps_per_print|wall_clock_breakdown|optimizer\.params|scheduler\..*|zero_optimization\."
+    r"gradient_clipping|zero_allow_untested_optimizer|steps_per_print|wall_clock_breakdown|optimizer\.params|scheduler\..*|zero_optimization\."
     r"(overlap_comm|contiguous_gradients|reduce_scatter|sub_group_size|round_robin_gradients|"
     r"stage3_gather_16bit_weights_on_model_save|gather_16bit_weights_on_model_save)"
 )

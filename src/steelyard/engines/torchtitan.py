@@ -74,6 +74,7 @@ _FORCED = "debug.moe_force_load_balance"
 DEEPEP = "deepep"
 """Option of experts whose tokens DeepEP sends and puts in order."""
 _ASYNC_TP_ENTRY = "enable_async_tensor_parallel"
+_ROTATION, _GATHERED = "context_parallel_rotate_method", "allgather"
 _LLAMA3 = {
     **{"num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000, "rms_norm_eps": 1e-5},
     **{"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
@@ -427,7 +428,7 @@ def _toml(
     parallelism = _parallelism(view, RELEASE)
     parallelism.pop("enable_sequence_parallel", None)
     if view.cp > 1:
-        parallelism["context_parallel_rotate_method"] = "allgather"
+        parallelism[_ROTATION] = _GATHERED
     if RELEASE.cuts in parallelism:
         parallelism[RELEASE.cuts] = [_fqns(part, "output") for part in view.parts]
     training = _training(view, RELEASE)
@@ -521,6 +522,8 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     chosen = {DEEPEP: backend in (DEEPEP, "hybridep"), BALANCED: bool(entries.get(_FORCED))} | chosen
     options = tuple(name for name, is_on in chosen.items() if is_on)  # blocks in float8 are compiled anyway
     entries.skip_like(_OF_TRAINING)
+    rotation = f"{parallel}{_ROTATION}"
+    entries.skip(*[rotation] * (entries.values.get(rotation) == _GATHERED))
     unlike = []
     if entries.get("training.dtype") == "bfloat16" and levers:
         unlike.append("training.dtype bfloat16 (priced in float32)")
