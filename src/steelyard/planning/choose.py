@@ -49,6 +49,8 @@ WORTH_A_SEARCH = 0.03
 """Fraction of the fastest simulated step that a configuration may gain, by its bound, to be searched after it."""
 MOST_AGAIN = 3
 """Number of configurations that are searched after simulation, because they may be faster than its best plan."""
+MOST_REASONS = 3
+"""Number of missing combinations that an error names."""
 NUM_RESCORED = 5
 """Number of configurations re-ranked by simulation (more if more alternatives are requested)."""
 
@@ -401,8 +403,9 @@ def _no_uniform_plan(job: Job, decisions: Decisions) -> NoUniformPlanError:
     offered = enumerate_strategies(devices, space_options(job, decisions)) if pins else ()
     asked = (each for each in offered if all(pin.allows(each) for pin in pins))
     means = engine.capabilities
-    lacking = {means.refusal_of(job.chain, each) or means.refusal(each) for each in asked}
-    why = f": it has no {lacking.pop()}" if len(lacking) == 1 and None not in lacking else ""
+    lacking = {means.refusal_of(job.chain, each) or means.refusal(each) or "" for each in asked}
+    simplest = sorted(sorted(lacking), key=len)[:MOST_REASONS]
+    why = f": it has no {', no '.join(simplest)}" if all(simplest) and simplest else ""
     levers = f" with {job.levers}" if job.levers else ""
     batches = f", or give a --global-batch that {devices} divides" if job.global_batch % devices else ""
     return NoUniformPlanError(
