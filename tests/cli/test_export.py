@@ -54,6 +54,17 @@ def test_without_an_output_the_file_is_printed(run: Run, folder: Path) -> None:
     assert json.loads(result.stdout)["zero_optimization"]["stage"] == 3
 
 
+def test_a_plan_of_an_engine_is_fitted_into_the_memory_and_onto_the_devices_given(run: Run, tmp_path: Path) -> None:
+    path, asked = tmp_path / "plan.json", ("--global-batch", 64, "--seq-len", 512, "--engine", "deepspeed")
+    run("plan", "llama-demo", "--cluster", "1x2xa100-80gb", *asked, "-o", path)
+    exports = ("export", path, "--to", "deepspeed", "--json")
+    itself, less = (json.loads(run(*exports, *more).stdout) for more in ((), ("--memory", "2GiB")))
+    assert max(sum(each["memory_bytes"].values()) for each in less["plan"]["prediction"]["stages"]) <= 2 * 2**30
+    assert less["step_time_s"] > itself["step_time_s"]
+    error = user_error(run("export", path, "--to", "deepspeed", "--cluster", "1x4xa100-80gb"))
+    assert (error.field, error.found) == ("number of devices", "2 in the plan")
+
+
 @pytest.mark.parametrize("to", ["torchtitan", "automodel", "ms-swift"])
 def test_a_target_without_the_precision_of_a_plan_refuses_it(run: Run, to: str, tmp_path: Path) -> None:
     write_plan(uniform("fsdp8", devices=8, model="llama3.1-8b", precision="fp16"), tmp_path / "plan.json")

@@ -153,12 +153,13 @@ def _fitted(plan: Plan, folder: Path, engine: Engine, given: Elsewhere) -> Fitte
     """Return the best plan that the engine can run; the plan itself, unpriced, if nothing needs a search.
 
     No search is needed if the engine can run the plan and it was written by hand or found for an engine that executes
-    alike.
+    alike, on the same cluster and within the same memory. Our own runtime runs the plan unchanged.
     """
     own, theirs = (
         each.running(plan.chosen_levers, plan.precision) for each in (engine_of(plan.engine or NATIVE.name), engine)
     )
-    is_for_it = plan.prediction is None or own.execution == theirs.execution
+    is_elsewhere = any(given.values()) and not theirs.capabilities.mixes_layers
+    is_for_it = not is_elsewhere and (plan.prediction is None or own.execution == theirs.execution)
     if is_for_it and not unsupported(plan, theirs.capabilities):
         kept = tuple(plan.asked.one_by_one()) if plan.asked else ()
         return FittedPlan(plan=plan, reasons=(), wanted_step_s=None, kept=kept, is_wanted=True)
