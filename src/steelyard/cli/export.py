@@ -170,7 +170,8 @@ def _fitted(plan: Plan, folder: Path, engine: Engine, given: Elsewhere) -> Fitte
 def _headline(fitted: FittedPlan, engine: Engine, target: Target) -> str:
     """Return the export in a line: ``uniform fsdp8 in torchtitan: 1.43 s per step, 6.0% slower than the plan``."""
     if engine.capabilities.mixes_layers:
-        return f"the plan itself in {target.name}{_predicted(fitted.plan)}"
+        where = f" on {fitted.plan.cluster}" if fitted.plan.prediction else ""  # also if it is launched elsewhere
+        return f"the plan itself in {target.name}{_predicted(fitted.plan)}{where}"
     what = f"{describe_uniform(fitted.plan)} in {target.name}{_predicted(fitted.plan)}"
     slowdown = fitted.slowdown
     if fitted.is_wanted:
