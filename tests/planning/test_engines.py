@@ -328,6 +328,18 @@ def test_a_dimension_that_only_the_ends_refuse_is_said_not_to_be_searched(model:
     )
 
 
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_options_of_an_engine_have_no_order(engine: Engine) -> None:
+    """Token dispatchers exclude each other."""
+    for pair in itertools.combinations(engine.options, 2):
+        if {*pair} <= {"alltoall", "allgather", "deepep"}:
+            with pytest.raises(UserError, match="undoes it"):
+                engine.with_options(pair)
+        else:
+            first, second = (engine.with_options(each) for each in (pair, pair[::-1]))
+            assert replace(first, name="") == replace(second, name="")
+
+
 def test_a_combination_that_an_engine_lacks_in_a_precision_is_named() -> None:
     asked = {"global_batch": 8, "seq_len": 256, "precision": "fp16", "engine": "transformers"}
     request = make_request("llama-demo", "1x8xv100-32gb", **asked)

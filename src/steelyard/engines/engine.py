@@ -227,7 +227,8 @@ class Engine:
         return replace(self, capabilities=replace(self.capabilities, dimensions=dimensions), execution=execution)
 
     def with_options(self, chosen: Sequence[str]) -> "Engine":
-        """Return the engine with these of its options. Raises `UserError` if it does not have one of them."""
+        """Return the engine with these of its options. Raises `UserError` if it does not have one of them, or if a
+        later one undoes it."""
         found = self
         for name in chosen:
             if name not in self.options:
@@ -239,6 +240,13 @@ class Engine:
                     hint=nearest(name, self.options) if self.options else "leave the option out",
                 )
             found = self.options[name].change(found)
+        if undone := [name for name in chosen if self.options[name].change(found) != found]:
+            raise UserError(
+                field="--engine",
+                found="+".join([self.name, *chosen]),
+                expected=f"+{undone[0]} without an option that undoes it",
+                hint=f"leave +{undone[0]} out, or the other one",
+            )
         return replace(found, name="+".join([self.name, *chosen]))
 
     def executing(self, **changes: Any) -> "Engine":

@@ -446,7 +446,9 @@ MEGATRON_BRIDGE = replace(
         **OPTIONS,
         **_SWITCHES,
         _NO_OVERLAP: Option(
-            change=lambda engine: replace(engine, capabilities=megatron.CAPABILITIES).executing(hidden_collectives=0.0)
+            change=lambda engine: replace(
+                engine, capabilities=replace(engine.capabilities, modes=megatron.CAPABILITIES.modes)
+            ).executing(hidden_collectives=0.0)
         ),
     },
     refuse=_refuse,
