@@ -17,7 +17,11 @@ from typing import ClassVar
 
 from steelyard.levers.lever import Asked, Effects, Objection, Result, WordLever
 
-_NOT_BESIDE = ("train", "base", "offload", "float8")
+_NOT_BESIDE = {
+    **dict.fromkeys(("train", "base"), "all parameters trained, without adapters"),
+    **{"offload": "states on the device", "float8": "matrix products in bf16"},
+}
+"""Expectations for levers that do not go with bf16, by name."""
 _OTHER_STATES = ("adafactor", "muon")
 _STEP_BYTES = 6
 """Bytes by which the traffic of a step shrinks for a parameter and its gradient."""
@@ -43,8 +47,9 @@ class Weights(WordLever):
         if asked.levers.get("optimizer") in _OTHER_STATES:
             word = asked.levers["optimizer"]
             yield f"with --optimizer {word}", "adamw, adamw-8bit, adamw-4bit or sgd", "leave --optimizer out"
-        for other in (each for each in _NOT_BESIDE if each in asked.levers):
-            yield f"together with --{other}", "trained parameters on the device only", f"leave --{other} out"
+        for other, expected in _NOT_BESIDE.items():
+            if other in asked.levers:
+                yield f"together with --{other}", expected, f"leave --{other} out"
 
     def effects(self, effects: Effects) -> Effects:
         """Return the effects with kept and moved bytes halved; quantized moments are unchanged."""
