@@ -7,7 +7,7 @@ the best plans, and reports the certificate of the first one and the reasons aga
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -37,6 +37,7 @@ from steelyard.planning.problem import (
 )
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.uniform import uniform_choices
+from steelyard.schedules import PipelineConfig
 from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult, search
 from steelyard.search.evaluate import group_equal_strategies
 from steelyard.search.space import enumerate_strategies
@@ -200,17 +201,18 @@ def accept(
     ranked = list(map(accepted, found.ranked))
     count = min(num_exact + num_alternatives, len(ranked))
     searches_again = num_alternatives > 0 and count > 0 and partition == "exact" and not ranks_all(job)
+    known = {each.plan.pipeline for each in ranked[:count]}
     for _ in range(MOST_AGAIN if searches_again else 0):
-        left = _left_unsolved(found, ranked[:count])
-        left_s = None if time_limit_s is None else started + time_limit_s - time.process_time()
-        if not left or (left_s is not None and left_s <= 0):
-            break
         fastest_s = min(each.step_s for each in ranked[:count])
-        more = searched(left, num_alternatives=0, time_limit_s=left_s, cutoff_s=fastest_s).ranked[:1]
-        if not more:
+        given = _left_unsolved(found, known, fastest_s)
+        left_s = None if time_limit_s is None else started + time_limit_s - time.process_time()
+        if given is None or (left_s is not None and left_s <= 0):
             break
-        ranked.insert(count, accepted(more[0]))
-        count += 1
+        known.add(given.pipeline)
+        cutoff_s = fastest_s + _handed_s(given)
+        for more in searched([given], num_alternatives=0, time_limit_s=left_s, cutoff_s=cutoff_s).ranked:
+            ranked.insert(count, accepted(more))
+            count += 1
     if ranks_all(job) and partition == "exact":
         near_s = NEAR * min((each.step_s for each in ranked[:count]), default=0.0)
         ranked[:count] = [_with_cuts_moved(each) if each.step_s <= near_s else each for each in ranked[:count]]
@@ -229,15 +231,24 @@ def accept(
     )
 
 
-def _left_unsolved(found: SearchResult, simulated: Sequence[Accepted]) -> list[OnDemand]:
-    """Return the configurations that the search left because its closed form is faster than the simulation.
+def _left_unsolved(found: SearchResult, known: Container[PipelineConfig], fastest_s: float) -> OnDemand | None:
+    """Return the most promising of the other configurations, if one may clearly be faster than ``fastest_s`` simulated.
 
-    Their lower bounds are above the search's best time, but clearly below the fastest simulated step.
+    The search left it because its closed form is faster than the simulation of the best plan, or counts transfers that
+    the simulation hides.
     """
-    known = {each.plan.pipeline for each in simulated}
-    fastest_s = min(each.step_s for each in simulated) * (1 - WORTH_A_SEARCH)
     left = (each for each in found.configs if each.pipeline not in known and each.result.status != "infeasible")
-    return [each.given for each in left if each.result.lower_bound_s < fastest_s]
+    most_s = fastest_s * (1 - WORTH_A_SEARCH)
+    some = [each for each in left if each.result.lower_bound_s - _handed_s(each.given) < most_s]
+    return min(some, key=lambda each: each.result.lower_bound_s).given if some else None
+
+
+def _handed_s(given: OnDemand) -> float:
+    """Seconds of transfers that the closed form counts in every pass, and other passes hide in the simulation."""
+    if not given.is_made:
+        return 0.0
+    tables = given.tables
+    return (tables.num_passes - 1) * max(map(tables.received_s, range(given.pipeline.num_stages)))
 
 
 def _with_cuts_moved(found: Accepted) -> Accepted:
