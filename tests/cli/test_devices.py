@@ -15,7 +15,8 @@ def test_every_device_says_its_type_its_backend_and_whether_its_rates_are_assume
 
 def test_the_table_says_which_rates_are_fitted_and_which_assumed(run: Run) -> None:
     lines = run("devices").output.splitlines()
-    (fitted,) = (line for line in lines if "h100-80gb" in line)
-    (assumed,) = (line for line in lines if "mi250x" in line)
+    fitted, assumed = (
+        next(line for line in lines if line.startswith(f"│ {name} ")) for name in ("h100-80gb", "mi250x")
+    )
     assert "fitted" in fitted
     assert "assumed" in assumed
