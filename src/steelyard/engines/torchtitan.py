@@ -209,23 +209,23 @@ _SAME: Known = {
 
 def _refuse(chain: ModelChain, seq_len: int) -> None:
     refuse_untold("torchtitan", chain)
-    flavor, config = flavor_of(chain, seq_len)
-    lacking = next((each for each in chain.changes if isinstance(each, Float8) and str(each) not in _CONVERTERS), None)
-    if lacking is not None and not _is_in_toml(flavor, config):
-        raise UserError(
-            field="--to",
-            found=f"torchtitan for {chain.name} with --float8 {lacking}, which only 0.2 supports, but it has no "
-            "flavor that is the model",
-            expected="row scales, which 0.3 supports",
-            hint="export --to torchrun, or plan with --float8 rowwise",
-        )
+    flavor_of(chain, seq_len)
 
 
 def _write(request: Request) -> Draft:
     view, float8 = UniformPlan.of(request.plan), request.plan.chosen_levers.value(Float8)
     flavor, config = flavor_of(request.plan.chain(), view.seq_len)
-    changes, is_in_toml = changes_of(flavor, config), _is_in_toml(flavor, config)
+    changes = changes_of(flavor, config)
+    is_in_toml = not changes and not flavor.like
     has_functions = float8.is_default or str(float8) in _CONVERTERS
+    if not is_in_toml and not has_functions:
+        raise UserError(
+            field="--to",
+            found=f"torchtitan for a plan with --float8 {float8}, which only 0.2 supports, but it has no flavor that "
+            "is the model",
+            expected="row scales, which 0.3 supports",
+            hint="plan with --float8 rowwise",
+        )
     idle = (DEEPEP, BALANCED) if view.ranks_of_experts == 1 else ()
     options = [each for each in options_in(request.plan.engine) if each not in idle]
     is_whole, is_async = WHOLE_LOSS in options, ASYNC_TP in options
@@ -298,11 +298,6 @@ def changes_of(flavor: _Flavor, config: Mapping[str, Any]) -> tuple[str, ...]:
         changed.append('scaling = "none"' if rope is None else f"scaling_factor = {rope['factor']!r}")
     of_blocks = [f"    block.attention.rope.{each}" for each in changed]
     return (*(["for block in config.model_spec.model.layers:"] if changed else []), *of_blocks, *flavor.changes)
-
-
-def _is_in_toml(flavor: _Flavor, config: Mapping[str, Any]) -> bool:
-    """Return whether 0.2 has a flavor that is the model."""
-    return not flavor.like and not changes_of(flavor, config)
 
 
 def _fqns(part: PipelinePart, output: str) -> list[str]:
