@@ -92,6 +92,13 @@ def test_a_mix_becomes_one_strategy_with_its_price(run: Run, folder: Path, tmp_p
     assert "strategies that differ between layers (dp2 ×9, fsdp2 ×1)" in content
 
 
+def test_a_plan_of_an_engine_is_compared_with_that_engine(run: Run, tmp_path: Path) -> None:
+    job = ("--cluster", "1x2xa100-80gb", "--global-batch", 8, "--seq-len", 256)
+    run("plan", "llama-demo", *job, "--engine", "accelerate", "-o", tmp_path / "plan.json")
+    result = run("export", tmp_path / "plan.json", "--to", "deepspeed", "-o", tmp_path)
+    assert re.search(r"(as fast as|(slower|faster) than) the plan in accelerate$", result.output.splitlines()[0])
+
+
 @pytest.mark.slow
 def test_options_of_an_engine_go_to_software_that_drives_it(run: Run, tmp_path: Path) -> None:
     engine = "megatron+bf16-moments+cuda-graphs"

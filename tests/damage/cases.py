@@ -60,7 +60,7 @@ COMMANDS: tuple[tuple[int, str, str], ...] = (
 YAML = ("cluster", "run")
 TARGETS = (
     *("torchtitan", "megatron", "megatron-bridge", "automodel", "transformers", "accelerate", "deepspeed"),
-    *("axolotl", "ms-swift", "pytorch", "slurm", "kubeflow"),
+    *("axolotl", "llama-factory", "ms-swift", "pytorch", "slurm", "kubeflow"),
 )
 
 

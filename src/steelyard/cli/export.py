@@ -115,7 +115,7 @@ def export(
         given = Elsewhere(cluster=cluster, network=network, memory=memory, profile=profile)
         fitted = _fitted(plan, path.parent, engine, given)
     fitted = replace(fitted, reasons=(*fitted.reasons, *lacking))
-    headline = _headline(fitted, engine, target)
+    headline = _headline(fitted, engine, target, plan.engine)
     request = Request(
         plan=fitted.plan,
         headline=headline,
@@ -167,8 +167,11 @@ def _fitted(plan: Plan, folder: Path, engine: Engine, given: Elsewhere) -> Fitte
     return fit_plan(plan, job_of(request_of_plan(plan, folder=folder, **given)), engine)
 
 
-def _headline(fitted: FittedPlan, engine: Engine, target: Target) -> str:
-    """Return the export in a line: ``uniform fsdp8 in torchtitan: 1.43 s per step, 6.0% slower than the plan``."""
+def _headline(fitted: FittedPlan, engine: Engine, target: Target, own: str | None) -> str:
+    """Return the export in a line: ``uniform fsdp8 in torchtitan: 1.43 s per step, 6.0% slower than the plan``.
+
+    ``own`` is the engine that the plan was found for; None for our own runtime.
+    """
     if engine.capabilities.mixes_layers:
         where = f" on {fitted.plan.cluster}" if fitted.plan.prediction else ""  # also if it is launched elsewhere
         return f"the plan itself in {target.name}{_predicted(fitted.plan)}{where}"
@@ -176,7 +179,9 @@ def _headline(fitted: FittedPlan, engine: Engine, target: Target) -> str:
     slowdown = fitted.slowdown
     if fitted.is_wanted:
         return f"{what}, the plan itself"
-    theirs = "the plan" if engine.execution == NATIVE.execution else "the plan in steelyard's runtime"
+    theirs = "the plan"
+    if engine.execution != engine_of(own or NATIVE.name).execution:
+        theirs += f" in {own}" if own else " in steelyard's runtime"
     if slowdown is None or abs(slowdown) < SAME:
         return f"{what}, as fast as {theirs}"
     return f"{what}, {abs(slowdown):.1%} {'slower' if slowdown > 0 else 'faster'} than {theirs}"

@@ -14,6 +14,7 @@ from steelyard.engines import (
     automodel,
     axolotl,
     deepspeed,
+    llama_factory,
     megatron,
     megatron_bridge,
     ms_swift,
@@ -45,6 +46,7 @@ ENGINES: dict[str, Engine] = {
 }
 FRONT_ENDS: Mapping[Target, Engine] = {
     axolotl.TARGET: axolotl.ENGINE,
+    llama_factory.TARGET: llama_factory.ENGINE,
     ms_swift.MEGATRON_TARGET: ms_swift.SWIFT,
     ms_swift.TRAINER_TARGET: ms_swift.TRAINER,
 }
@@ -52,6 +54,7 @@ FRONT_ENDS: Mapping[Target, Engine] = {
 READERS: Mapping[str, Engine] = {
     **{engine.name: engine for engine in ENGINES.values() if engine.reader is not None},
     axolotl.TARGET.name: axolotl.ENGINE,
+    llama_factory.TARGET.name: llama_factory.ENGINE,
 }
 """Engines whose files of settings are read, by the name of the software that the files are for."""
 _ENGINES_OF: Mapping[Target, Engine] = {

@@ -80,7 +80,7 @@ def _write(request: Request) -> Draft:
         left_out.append("hosts: the cluster is unknown here, so all processes are assumed to run on one host")
     return Draft(
         files=(
-            ("accelerate.yaml", yaml.safe_dump(_content(request, view), sort_keys=False)),
+            ("accelerate.yaml", yaml.safe_dump(launch_config(request, view), sort_keys=False)),
             *peft.model_files(levers, view.precision),
         ),
         left_out=tuple(left_out),
@@ -96,7 +96,8 @@ def kept_gathered(request: Request) -> list[str]:
     return [GATHERED_TAIL] if UniformPlan.of(request.plan).zero == 3 else []
 
 
-def _content(request: Request, view: UniformPlan) -> dict[str, Any]:
+def launch_config(request: Request, view: UniformPlan) -> dict[str, Any]:
+    """Return the file of ``accelerate launch``."""
     content: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if view.fsdp > 1 else "MULTI_GPU" if view.dp > 1 else "NO",

@@ -9,7 +9,6 @@ Adapters are peft's (``utils/schemas/peft.py``, ``loaders/adapter.py``), with it
 it (``loaders/model.py``: bnb_4bit_quant_storage), and our runtime does not.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ import yaml
 from steelyard.engines import peft
 from steelyard.engines.accelerate import ACCELERATE, kept_gathered
 from steelyard.engines.capabilities import dimensions_of
-from steelyard.engines.engine import Entries, FileSettings, Reader, Settings, flattened
+from steelyard.engines.engine import Entries, FileSettings, Reader, Settings, yaml_values
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan
 from steelyard.errors import UserError
 from steelyard.levers import Levers
@@ -63,11 +62,6 @@ def _levers(levers: Levers) -> dict[str, Any]:
         "peft_use_rslora": train.rslora,
         **dict.fromkeys(_KERNELS, False),
     }
-
-
-def _refuse_part(train: Train) -> str | None:
-    fraction = None if train.alpha == int(train.alpha) else "which needs a whole number for lora_alpha"
-    return peft.refuse_kind(train) or fraction
 
 
 def _content(view: UniformPlan) -> dict[str, Any]:
@@ -119,16 +113,6 @@ _REFUSED = {
     "deepspeed": ("FSDP or DDP, because ZeRO stands in a file of its own", "read that file: --from ds_config.json"),
     "load_in_8bit": ("load_in_4bit, or 16 bits: LLM.int8() has no price", "change it in the file"),
 }
-
-
-def _values(text: str) -> Mapping[str, Any]:
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
-    if not isinstance(content, dict):
-        raise ValueError("not a mapping with axolotl's keys")
-    return {name: value for name, value in flattened(content).items() if value is not None and value != ""}
 
 
 def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSettings:
@@ -190,11 +174,11 @@ def _levers_of(entries: Entries) -> dict[str, str]:
 
 ENGINE = replace(
     ACCELERATE,
-    reader=Reader(suffixes=(".yaml", ".yml"), values=_values, read=_read, mark="sequence_len"),
+    reader=Reader(suffixes=(".yaml", ".yml"), values=yaml_values("axolotl"), read=_read, mark="sequence_len"),
     levers={
         **peft.LEVERS,
         "offload": peft.OFFLOAD,
-        "train": replace(peft.LEVERS["train"], refuse=_refuse_part),
+        "train": replace(peft.LEVERS["train"], refuse=peft.refuse_fraction),
         "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
     },
 )

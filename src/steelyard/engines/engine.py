@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import yaml
+
 from steelyard.engines.capabilities import Capabilities, Dimensions
 from steelyard.engines.execution import OURS, Execution
 from steelyard.engines.writing import Target
@@ -102,6 +104,21 @@ def flattened(content: Mapping[str, Any]) -> dict[str, Any]:
         for name, part in content.items()
         for key, value in (part.items() if isinstance(part, dict) else [("", part)])
     }
+
+
+def yaml_values(software: str) -> Callable[[str], Mapping[str, Any]]:
+    """Return a function that reads the named values in YAML for this software, without empty ones."""
+
+    def values(text: str) -> Mapping[str, Any]:
+        try:
+            content = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(" ".join(str(error).split())) from None
+        if not isinstance(content, dict):
+            raise ValueError(f"not a mapping with the keys of {software}")
+        return {name: value for name, value in flattened(content).items() if value is not None and value != ""}
+
+    return values
 
 
 class Entries:

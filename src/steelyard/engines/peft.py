@@ -48,6 +48,12 @@ def refuse_kind(train: Train) -> str | None:
     return None if train.is_plain else "for which steelyard writes only plain LoRA"
 
 
+def refuse_fraction(train: Train) -> str | None:
+    """Return why adapters are not supported, or None if they are plain LoRA with a whole alpha."""
+    fraction = None if train.alpha == int(train.alpha) else "which needs a whole number for lora_alpha"
+    return refuse_kind(train) or fraction
+
+
 def one_of(names: Collection[str], words: str) -> Taken:
     """Return a lever that accepts these values; ``words`` are the reason why others are refused."""
     return Taken(refuse=lambda lever: None if str(lever) in names else words)

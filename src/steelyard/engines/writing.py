@@ -280,7 +280,7 @@ def export_plan(target: Target, request: Request) -> Draft:
         *(("Given up:",) if request.given_up else ()),
         *(f"  {line}" for line in request.given_up),
         f"{plan.model.name} on {plan.cluster}: {plan.global_batch} samples of {plan.seq_len} tokens per "
-        f"step, {plan.precision}, {plan.num_devices} devices.",
+        f"step, {plan.precision}, {format_plural(plan.num_devices, 'device')}.",
         request.headline,
         "Carried over:",
         *(f"  {line}" for line in carried),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from steelyard.cost.job import Job
 from steelyard.cost.kernels import job_under
+from steelyard.engines import engine_of
 from steelyard.engines.capabilities import unsupported
 from steelyard.engines.engine import Engine
 from steelyard.engines.native import NATIVE
@@ -28,7 +29,7 @@ class FittedPlan:
     reasons: tuple[str, ...]
     """Features of the wanted plan that the engine cannot express; empty if it can express all."""
     wanted_step_s: float | None
-    """Predicted step time of the wanted plan in this project's runtime; None if nothing was priced."""
+    """Predicted step time of the wanted plan in the engine that it was found for; None if nothing was priced."""
     kept: tuple[str, ...] = ()
     """Decisions of the user that are kept."""
     given_up: tuple[str, ...] = ()
@@ -52,7 +53,8 @@ def fit_plan(plan: Plan, job: Job, engine: Engine) -> FittedPlan:
     legal at all.
     """
     theirs = job_under(job, engine)
-    wanted, reasons = with_price(plan, job), unsupported(plan, theirs.engine.capabilities)
+    own = job_under(job, engine_of(plan.engine)) if plan.engine else job
+    wanted, reasons = with_price(plan, own), unsupported(plan, theirs.engine.capabilities)
     demands = plan.asked.one_by_one() if plan.asked else {}
     itself = None if reasons else with_price(plan, theirs)
     kept, given_up, best = tuple(demands), tuple[str, ...](), itself

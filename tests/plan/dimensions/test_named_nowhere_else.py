@@ -24,6 +24,7 @@ MAY_NAME = {
     "engines/automodel.py": LANGUAGE,
     "engines/axolotl.py": LANGUAGE,
     "engines/deepspeed.py": LANGUAGE,
+    "engines/llama_factory.py": LANGUAGE,
     "engines/accelerate.py": LANGUAGE,
     "engines/transformers.py": LANGUAGE,
     "engines/megatron.py": LANGUAGE,

@@ -1,0 +1,187 @@
+"""A plan as LLaMA-Factory's YAML, which drives transformers' trainer: DDP, or FSDP2 with accelerate's file beside it.
+
+Names are those of the package llamafactory 0.9.5 (``hparams/model_args.py``, ``data_args.py``, ``finetuning_args.py``)
+and of `transformers.TrainingArguments`. It trains parameters in fp32 under autocast (``model/adapter.py``), adapters
+too, and recomputes blocks unless told not to (``model/model_utils/checkpointing.py``), so that accelerate's own
+recomputation stays off. FSDP2 comes from a file of ``accelerate launch`` alone; it has no replicas in the versions of
+accelerate that LLaMA-Factory allows. This is a front end of `steelyard.engines.accelerate`, which defines the execution
+of plans.
+
+Adapters are peft's. A base in nf4 is bitsandbytes' (``model/model_utils/quantization.py``); under FSDP its storage is
+sharded, and that of our runtime is not.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from steelyard.engines import peft
+from steelyard.engines.accelerate import ACCELERATE, kept_gathered, launch_config
+from steelyard.engines.capabilities import dimensions_of
+from steelyard.engines.engine import Entries, FileSettings, Reader, Settings, yaml_values
+from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan
+from steelyard.errors import UserError
+from steelyard.levers import Levers
+from steelyard.levers.quantized_base import QuantizedBase
+from steelyard.levers.train import ALL_LINEAR, Train
+from steelyard.model.chain import ModelChain
+from steelyard.plan.strategy import Remat
+
+_FILE, _LAUNCH_FILE = "llama_factory.yaml", "accelerate.yaml"
+_BASE = {
+    "quantization_bit": 4,
+    "quantization_method": "bnb",
+    "quantization_type": "nf4",
+    "double_quantization": True,
+}
+
+
+def _write(request: Request) -> Draft:
+    view, levers = UniformPlan.of(request.plan), request.plan.chosen_levers
+    files = [(_FILE, yaml.safe_dump(_content(view) | _levers(levers), sort_keys=False))]
+    left_out = [
+        f"the model: add model_name_or_path, an ID or folder with the config of {request.plan.model.name}",
+        "dataset, template, output_dir, learning rate and number of steps: add them to the file",
+        *peft.left_out(levers),
+    ]
+    cluster = request.cluster
+    devices = f" NPROC_PER_NODE={cluster.devices_per_node}" if cluster else ""
+    nodes = f" NNODES={cluster.num_nodes}" if cluster and cluster.num_nodes > 1 else ""
+    launch = f"{request.variables}FORCE_TORCHRUN=1{nodes}{devices} llamafactory-cli train {_FILE}"
+    if view.fsdp > 1:
+        config = launch_config(request, view)
+        del config["parallelism_config"]
+        config["fsdp_config"]["fsdp_activation_checkpointing"] = False
+        files.append((_LAUNCH_FILE, yaml.safe_dump(config, sort_keys=False)))
+        left_out += kept_gathered(request)
+        several = " --machine_rank RANK --main_process_ip FIRST_HOST" if nodes else ""
+        launch = f"accelerate launch --config_file {_LAUNCH_FILE}{several} -m llamafactory.launcher {_FILE}"
+    return Draft(
+        files=tuple(files),
+        left_out=tuple(left_out),
+        launch=launch,
+        usage=("for DeepSpeed instead: export --to deepspeed, and write deepspeed: ds_config.json into the file",),
+    )
+
+
+def _content(view: UniformPlan) -> dict[str, Any]:
+    return {
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "full",
+        "cutoff_len": view.seq_len,
+        "packing": True,
+        "flash_attn": "fa2",
+        "per_device_train_batch_size": view.microbatch_per_rank,
+        "gradient_accumulation_steps": view.pipeline.num_microbatches,
+        "bf16": view.precision == "bf16",
+        "fp16": view.precision == "fp16",
+        "disable_gradient_checkpointing": view.remat is not Remat.FULL,
+        "use_reentrant_gc": False,
+        "max_grad_norm": 1.0,
+    }
+
+
+def _levers(levers: Levers) -> dict[str, Any]:
+    train, found = levers.value(Train), peft.training_arguments(levers)
+    if train.is_default:
+        return found
+    return {
+        "finetuning_type": "lora",
+        "lora_rank": train.r,
+        "lora_alpha": int(train.alpha),
+        "lora_dropout": train.dropout,
+        "lora_target": "all" if train.targets == (ALL_LINEAR,) else ",".join(train.targets),
+        "use_rslora": train.rslora,
+        **({} if levers.value(QuantizedBase).is_default else _BASE),
+        **found,
+    }
+
+
+_OF_TRAINING = (
+    r"model_name_or_path|trust_remote_code|stage|do_.*|.*dataset.*|template|max_samples|output_dir|overwrite_.*|"
+    r"preprocessing_.*|dataloader_.*|tokenized_path|(logging|save|eval)_.*|plot_loss|report_to|run_name|"
+    r"per_device_eval_batch_size|val_size|learning_rate|num_train_epochs|max_steps|lr_.*|warmup_.*|weight_decay|adam_.*|"
+    r"max_grad_norm|ddp_.*|resume_.*|seed|tf32|flash_attn|use_reentrant_gc|train_on_prompt|mask_history|"
+    r"enable_thinking|swanlab_.*|use_swanlab|predict_with_generate|quantization_(method|type)|double_quantization"
+)
+"""Entries about data, learning rates, evaluation, checkpoints and logs, and about attention in one kernel."""
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adamw"),
+    **{name: word for word, name in peft.OPTIM.items()},
+}
+_REFUSED = {
+    "deepspeed": ("DDP, because ZeRO stands in a file of its own", "read that file: --from ds_config.json"),
+    "fsdp": ("DDP, or FSDP from a file of accelerate launch", "price it: steelyard price --engine accelerate --zero 3"),
+    "use_unsloth": ("peft's own adapters: unsloth's kernels have no price", "leave it out of the file"),
+    "pure_bf16": ("fp32 for trained parameters, which the engine has", "price --weights bf16 without --engine"),
+}
+
+
+def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSettings:
+    for name, (expected, hint) in _REFUSED.items():
+        if found := entries.get(name):
+            raise UserError(field=name, found=str(found), expected=expected, hint=hint)
+    entries.skip_like(_OF_TRAINING)
+    entries.skip(*(name for name, value in entries.values.items() if value is False))
+    is_kept = entries.get("disable_gradient_checkpointing") is True
+    optimizer = str(entries.get("optim", default="adamw_torch_fused"))
+    word = _OPTIMIZERS.get(optimizer, "adamw")
+    unlike = [] if optimizer in _OPTIMIZERS else [f"optim {optimizer} (priced as {word})"]
+    unlike += [] if entries.get("neat_packing", "packing") else ["packing, which is off (priced with full sequences)"]
+    micro_batch = entries.number("per_device_train_batch_size", default=8)
+    steps = entries.number("gradient_accumulation_steps")
+    return FileSettings(
+        settings=Settings(micro_batch=micro_batch, zero=0, remat=Remat.NONE if is_kept else Remat.FULL),
+        global_batch=micro_batch * steps * num_devices,
+        seq_len=entries.number("cutoff_len", default=2048),
+        precision="bf16" if entries.get("bf16") else "fp16" if entries.get("fp16") else "fp32",
+        levers={**_levers_of(entries), **({"optimizer": word} if word != "adamw" else {})},
+        unread=(*entries.unread, *unlike),
+    )
+
+
+def _levers_of(entries: Entries) -> dict[str, str]:
+    """Return adapters and their base as texts of levers."""
+    kind, bits = entries.get("finetuning_type", default="lora"), entries.get("quantization_bit")
+    if kind not in ("full", "lora") or bits not in (None, 4):
+        name, found = ("quantization_bit", bits) if kind == "lora" else ("finetuning_type", kind)
+        expected = "full or lora, with a base in 16 bits or in 4 (quantization_bit: 4)"
+        raise UserError(field=name, found=str(found), expected=expected, hint="change it in the file")
+    if kind == "full":
+        return {}
+    rank, targets = entries.number("lora_rank", default=8), entries.get("lora_target", default="all")
+    parts = {
+        "r": rank,
+        "alpha": entries.get("lora_alpha", default=2 * rank),
+        "targets": ALL_LINEAR if targets == "all" else str(targets).replace(" ", "").replace(",", "+"),
+        "dropout": entries.get("lora_dropout", default=0),
+    }
+    flags = {"rslora": entries.get("use_rslora"), "use_dora=true": entries.get("use_dora")}
+    texts = [f"{name}={value}" for name, value in parts.items()] + [name for name, is_on in flags.items() if is_on]
+    return {"train": f"lora:{','.join(texts)}", **({"base": "nf4"} if bits else {})}
+
+
+ENGINE = replace(
+    ACCELERATE,
+    capabilities=replace(ACCELERATE.capabilities, dimensions=dimensions_of("dp", "fsdp")),
+    reader=Reader(
+        suffixes=(".yaml", ".yml"), values=yaml_values("LLaMA-Factory"), read=_read, mark="per_device_train_batch_size"
+    ),
+    levers={
+        **peft.LEVERS,
+        "offload": peft.OFFLOAD,
+        "train": replace(peft.LEVERS["train"], refuse=peft.refuse_fraction),
+        "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
+    },
+)
+"""accelerate with the plans and levers that the file supports."""
+TARGET = Target(
+    name="llama-factory",
+    software="LLaMA-Factory 0.9.5",
+    summary="llama_factory.yaml: adapters, batch, recomputation; accelerate.yaml for FSDP2",
+    write=_write,
+    weights="model_name_or_path reads the Hugging Face format; llamafactory-cli export merges adapters",
+    routers=ROUTERS_BY_RANK,
+)
