@@ -324,7 +324,7 @@ def solved_random(seed: int) -> Record:
 
 def decoder_frontier() -> Record:
     """Time against memory of the decoder problem."""
-    found = sampled_frontier(decoder_problem().configs, most_bytes=80 * GB, max_searches=12)
+    found = sampled_frontier(decoder_problem().configs, max_searches=12)
     points = [[each.peak_bytes, each.outcome.solution.step_s, config_text(each.outcome.tables)] for each in found.steps]
     return {"points": points, "is_complete": found.is_complete}
 

@@ -49,7 +49,7 @@ from steelyard.cost.layer_load import (
     rank_samples,
     traffic_group,
 )
-from steelyard.cost.layer_memory import working_bytes
+from steelyard.cost.layer_memory import own_params, working_bytes
 from steelyard.engines.execution import Execution
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.dimensions import Dimension
@@ -117,7 +117,8 @@ def layer_costs(
     busiest = layer_profile(layer_type, strategy, config) if strategy.expert_degree > 1 else layer
     samples = rank_samples(strategy, config.samples)
     key = strategy.levels, strategy.modes
-    sent = _Sent(layer, strategy, config)
+    own = own_params(layer_type, layer, strategy, config)
+    sent = _Sent(own, strategy, config)
     if key not in known:
         known[key] = _passes(layer, busiest, sent, config, samples)
     forward, backward = known[key].forward, known[key].backward.copy()
@@ -129,7 +130,7 @@ def layer_costs(
     _add_shards(backward, "backward", sent, config)
     if config.job.effects.parameters_on_host:
         forward, backward = _with_host_copies(forward, backward, layer, strategy, config)
-    once, factor = _once_time(layer_type, layer, sent, config, forward, backward), config.job.time_factor
+    once, factor = _once_time(layer_type, own, sent, config, forward, backward), config.job.time_factor
     if factor != 1:
         parts = forward, backward, once
         forward, backward, once = ({name: factor * seconds for name, seconds in terms.items()} for terms in parts)

@@ -139,25 +139,30 @@ def layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -
 
 def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
     job, layer = config.job, layer_profile(layer_type, strategy, config)
+    held = own_params(layer_type, layer, strategy, config)
     params, shards = held_params(layer.trained, strategy), strategy.state_shards
     weight_bytes = job.effects.weight_bytes
     streams = job.effects.parameters_on_host
     is_sharded = shards > 1 or streams
-    computed = job.compute_bytes * (held_params(layer, strategy) if is_sharded else params)
+    computed = job.compute_bytes * held_params(layer if is_sharded else held.trained, strategy)
     made = job.compute_bytes * params
-    trained_shard = weight_bytes * sharded_params(layer.trained, strategy)
+    trained_shard = weight_bytes * sharded_params(held.trained, strategy)
     made_whole = (
         strategy.tensor_degree if layer_type.role is LayerRole.EMBEDDING else 1
     )  # DTensor computes the gradient of a tp embedding whole
     keeps_whole = config.has_several and strategy.keeps_whole
     has_adapters = job.chain.has_adapters
     host = math.ceil(job.effects.host_bytes * (trained_shard // weight_bytes))
-    is_again = layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and job.execution.shares_frozen_head
-    held = without_tied(layer, job, strategy) if is_again and layer.frozen_params else layer
     resting = job.compute_bytes * (sharded_params(held, strategy) - sharded_params(held.trained, strategy))
     stays_whole = job.execution.keeps_parameters and is_sharded and strategy.keeps_gathered
     shard = trained_shard + (job.compute_bytes * held_params(held, strategy) if stays_whole else resting)
-    kept_gradients, fetched = trained_shard, 0
+    kept_gradients, fetched = weight_bytes * sharded_params(layer.trained, strategy), 0
+    reduced = weight_bytes * params
+    if layer_type.role is LayerRole.EMBEDDING and not is_sharded and params:
+        # the head's gradient comes first and waits for this one; the head has their buffer
+        tied = min(tied_params(layer_type, strategy, config), params)
+        kept_gradients, reduced = kept_gradients - weight_bytes * tied, reduced - weight_bytes * tied
+        made += job.compute_bytes * tied
     if streams:
         fetched = (shard if job.cluster.device.is_gpu else 0) + (computed if shards == 1 else 0)
         host, shard, kept_gradients = host + shard + kept_gradients, 0, 0
@@ -178,7 +183,7 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         keeps_copy=strategy.keeps_gathered and not streams and (shards == 1 or layer.has_backward or keeps_whole),
         keeps_whole=keeps_whole,
         kept_gradients=kept_gradients,
-        reduced=weight_bytes * params,
+        reduced=reduced,
         made_gradients=made * made_whole,
         cut_gradients=made if made_whole > 1 else 0,
         scratch=weight_bytes * params if is_sharded and (shards == 1 or copies) else 0,
@@ -192,9 +197,33 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     )
 
 
-def without_tied(layer: LayerProfile, job: Job, strategy: Strategy) -> LayerProfile:
-    """Return the head without the matrix that it shares with the embedding."""
-    shared = min(job.chain.vocab_size * job.chain.hidden_size // strategy.tensor_degree, layer.num_params)
+def tied_params(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> int:
+    """Number of a rank's entries of the matrix that embedding and head keep once; 0 if each has its own.
+
+    Our runtime keeps it once on a single device. The other engines do on one stage; those without buffers of their own
+    have no pipelines for such models.
+    """
+    job = config.job
+    if layer_type.role is LayerRole.BLOCK or not job.chain.ties_ends or job.effects.parameters_on_host:
+        return 0
+    if job.execution.keeps_own_buffers:
+        keeps_once = not config.is_piped
+    else:
+        keeps_once = job.execution.shares_head or job.cluster.num_devices == 1
+    return keeps_once * (job.chain.vocab_size * job.chain.hidden_size // strategy.tensor_degree)
+
+
+def own_params(layer_type: LayerType, layer: LayerProfile, strategy: Strategy, config: JobConfig) -> LayerProfile:
+    """Return a layer without the parameters that it keeps with another: the matrix of a tied head.
+
+    Shards of a trained matrix are counted in both layers, because engines keep the matrix gathered between them, which
+    is not counted.
+    """
+    is_head = layer_type.role is LayerRole.HEAD
+    shared = min(tied_params(layer_type, strategy, config) if is_head else 0, layer.num_params)
+    is_doubled = not config.job.execution.keeps_own_buffers and strategy.state_shards > 1 and layer.trained.num_params
+    if not shared or is_doubled:
+        return layer
     fewer = {"num_params": layer.num_params - shared, "frozen_params": max(0, layer.frozen_params - shared)}
     return layer.model_copy(update=fewer)
 

@@ -63,7 +63,7 @@ from steelyard.cost.context import (
 )
 from steelyard.cost.job import Job, JobConfig, layer_precision, side_bytes
 from steelyard.cost.layer_load import held_params, layer_profile, rank_samples
-from steelyard.cost.layer_memory import LayerRow, layer_states, without_tied
+from steelyard.cost.layer_memory import LayerRow, layer_states, own_params, tied_params
 from steelyard.cost.tables import CostTables, Received
 from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole, LayerType
@@ -216,7 +216,7 @@ def _tied_bytes(layer_type: LayerType, chosen: Sequence[Strategy], config: JobCo
     """
     chain = config.job.chain
     is_tied = any(chain.type_of(layer) == layer_type for shared in chain.summed for layer, _ in shared.copies)
-    if not is_tied or layer_type.role is LayerRole.BLOCK:
+    if not is_tied or layer_type.role is LayerRole.BLOCK or tied_params(layer_type, chosen[0], config):
         return np.zeros(len(chosen), dtype=np.int64)
     width = [-(-chain.hidden_size // (SLICES_PER_RANK * each.tensor_degree)) for each in chosen]
     return _SLICES_HELD * config.job.effects.weight_bytes * chain.vocab_size * np.array(width, dtype=np.int64)
@@ -247,10 +247,9 @@ def _own_rows(row: LayerRow, config: JobConfig) -> IntTable:
 def _own_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> tuple[int, ...]:
     """Return the number of trained parameters that a rank keeps, and bytes of its parameters, gradients, optimizer
     states, temporaries of the optimizer step, and bucket of gradients."""
-    execution, job, layer = config.job.execution, config.job, layer_profile(layer_type, strategy, config)
+    execution, job = config.job.execution, config.job
+    layer = own_params(layer_type, layer_profile(layer_type, strategy, config), strategy, config)
     assert execution.states is not None, "no other keeps buffers of its own"
-    if layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and not config.is_piped:
-        layer = without_tied(layer, job, strategy)
     trained, states, shards = layer.trained, execution.states, execution.shard_degree
     kept = states.kept_bytes(
         trained.num_params, strategy, shards, expert_params=trained.expert_params, effects=job.effects

@@ -131,7 +131,7 @@ def launch_config(request: Request, view: UniformPlan) -> dict[str, Any]:
 ACCELERATE = Engine(
     name="accelerate",
     capabilities=CAPABILITIES,
-    execution=Execution(whole_gradients="always"),
+    execution=Execution(whole_gradients="always", shares_head=True),
     precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_as_transformers("accelerate", chain),
     levers={**peft.LEVERS, "offload": peft.OFFLOAD},

@@ -204,6 +204,7 @@ AUTOMODEL = Engine(
     execution=Execution(
         kernels=replace(FUSED, selective="half of the matmuls", full="until last needed", expert_copies=2),
         tuned_linear_speedup=TE_SPEEDUP,
+        shares_head=True,
     ),
     refuse=_refuse,
     levers={

@@ -196,7 +196,7 @@ _OF_TRAINING = (
 DEEPSPEED = Engine(
     name="deepspeed",
     capabilities=CAPABILITIES,
-    execution=Execution(reduce_bytes=2, keeps_parameters=True),
+    execution=Execution(reduce_bytes=2, keeps_parameters=True, shares_head=True),
     precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_as_transformers("deepspeed", chain),
     levers={

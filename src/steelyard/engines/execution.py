@@ -201,9 +201,8 @@ class Execution:
     adapters: Literal["computed", "autocast", "fp32"] = "computed"
     """Precision of adapters: that of their layer; autocast with fp32 weights, where each keeps a copy of its input in
     16 bits, except under fsdp, which gathers weights in compute precision; or all in fp32, as they are then traced."""
-    shares_frozen_head: bool = False
-    """Whether a frozen tied head shares the embedding's matrix if all layers are on one stage; in our runtime each has
-    its own."""
+    shares_head: bool = False
+    """Whether embedding and head share a tied matrix, also on several devices; those with their own buffers all do."""
     eager_launch: bool = True
     """Whether the host launches every kernel (False under CUDA graphs or compiled regions)."""
     pipelined_collective_s: float = 0.0

@@ -69,7 +69,7 @@ LEVERS: Mapping[str, Taken] = {
     "train": Taken(
         refuse=refuse_kind,
         dimensions=WITHOUT_TP,
-        execution=lambda execution: replace(execution, adapters="autocast", shares_frozen_head=True),
+        execution=lambda execution: replace(execution, adapters="autocast"),
     ),
     "base": replace(
         one_of(("nf4",), "whose load_in_8bit also multiplies in 8 bits (LLM.int8), and which quantizes no experts"),

@@ -647,7 +647,12 @@ _SHARDED = dimensions_of("fsdp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp") - dimension
 TORCHTITAN = Engine(
     name="torchtitan",
     capabilities=CAPABILITIES,
-    execution=Execution(buffers_every_microbatch=True, splits_whole=True, kernels=replace(_KERNELS, loss_pieces=8)),
+    execution=Execution(
+        buffers_every_microbatch=True,
+        splits_whole=True,
+        shares_head=True,
+        kernels=replace(_KERNELS, loss_pieces=8),
+    ),
     precisions=("bf16", "fp32"),
     options={
         WHOLE_LOSS: Option(change=lambda engine: engine.with_kernels(loss_pieces=1)),

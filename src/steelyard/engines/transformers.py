@@ -128,7 +128,7 @@ def _trainer(view: UniformPlan, levers: Levers, divides_experts: bool) -> str:
 TRANSFORMERS = Engine(
     name="transformers",
     capabilities=CAPABILITIES,
-    execution=Execution(whole_gradients="without tp"),
+    execution=Execution(whole_gradients="without tp", shares_head=True),
     precisions=("bf16", "fp16", "fp32"),
     dimensions_in={SCALES_LOSS: dimensions_of("dp", "fsdp", "dp+fsdp", "tp")},  # its DistributedConfig computes in bf16
     refuse=lambda chain, seq_len: refuse_as_transformers("transformers", chain),

@@ -82,6 +82,12 @@ class ModelChain(Layout):
         return self.tied_embeddings and self.shared[0] in self.summed
 
     @property
+    def ties_ends(self) -> bool:
+        """Whether the first and the last layer alone share the vocabulary matrix."""
+        ends = [0, self.num_layers - 1]
+        return self.tied_embeddings and [layer for layer, _ in self.shared[0].copies] == ends
+
+    @property
     def trains_routers(self) -> bool:
         """Whether the routers' auxiliary loss is trained alongside the main loss."""
         return self.config.get(ROUTER_LOSS) is True

@@ -46,8 +46,7 @@ class Replica:
         self._dtype = dtype
         meshes = others or {}
         made = {id(parameter): _Parameter(parameter, meshes.get(parameter, mesh)) for parameter in layer.parameters()}
-        self._parameters = list(made.values())
-        self._trained = [each for each in self._parameters if each.seen.requires_grad]
+        self._hold(list(made.values()))
         self._places = [
             (module._parameters, name, made[id(parameter)])
             for module in layer.modules()
@@ -60,11 +59,28 @@ class Replica:
         layer.own_parameters = self._own_parameters
         self.on_ready: Callable[[], None] = lambda: None
         """Called when the last gradient of a step is made."""
+        self._num_made = self._num_awaited = 0
+
+    def _hold(self, parameters: "list[_Parameter]") -> None:
+        self._parameters = parameters
+        self._trained = [each for each in parameters if each.seen.requires_grad]
         by_mesh: dict[DeviceMesh, list[_Parameter]] = {}
         for each in self._trained:
             by_mesh.setdefault(each.replicated_over, []).append(each)
         self._sums = [_GradientSum(alike) for alike in by_mesh.values()]
-        self._num_made = self._num_awaited = 0
+
+    def share(self, mine: nn.Parameter, other: "Replica", theirs: nn.Parameter) -> None:
+        """Compute on ``theirs`` of another replica in place of ``mine``, which has the same values.
+
+        The other layer must run before this one in every pass; it collects the gradients of both.
+        """
+        kept = next(each for each in other._parameters if each.seen is theirs)
+        self._places = [
+            (parameters, name, kept if each.seen is mine else each) for parameters, name, each in self._places
+        ]
+        for parameters, name, each in self._places:
+            parameters[name] = each.seen
+        self._hold([each for each in self._parameters if each.seen is not mine])
 
     def begin_step(self, num_backwards: int) -> None:
         """Prepare for a step of this many backward passes."""

@@ -285,12 +285,13 @@ class ParallelModel:
 
         Returns the norm before scaling.
         """
-        counted, copies, gradients = [], [], []
+        counted, copies, gradients, seen = [], [], [], set[nn.Parameter]()
         for layer_name, layer in self.layers.items():
             strategy = self.plan.strategies[int(layer_name)]
             for parameter in layer.parameters():
-                if parameter.grad is None:
+                if parameter.grad is None or parameter in seen:
                     continue
+                seen.add(parameter)
                 gradients.append(local_part(parameter.grad))
                 if not any(shared.is_copy(parameter) for shared in self._shared):
                     counted.append(gradients[-1])

@@ -52,6 +52,7 @@ from steelyard.plan.strategy import Strategy
 from steelyard.precision import Precision
 from steelyard.runtime.mesh import HiddenPlacement, PlanMesh
 from steelyard.runtime.pipeline_part import ActivationLayout, border
+from steelyard.runtime.tied import share_ends
 
 
 def shard_layer(
@@ -409,6 +410,7 @@ def _build_chunk(
         layers[str(number)] = layer
         if layer.router_loss is not None:
             check_routers(layer, strategy)
+    share_ends(plan, chain, layers, replicas)
     routers = None
     if chain.trains_routers:
         routers = PartRouters(

@@ -6,10 +6,11 @@ copies then take the same optimizer step and stay equal, entry by entry. If all 
 adds only its parts; otherwise the gradients are gathered, some columns at a time, so that no rank holds a whole matrix.
 
 Costs one more matrix for every copy, with its gradient and optimizer states, and per step the gathering of the
-gradients and, with several stages, their sum over the stages that hold a copy.
+gradients and, with several stages, their sum over the stages that hold a copy. On a single device embedding and head
+keep one matrix.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from steelyard.model.chain import ModelChain
+from steelyard.modules.layers import ChainLayer
+from steelyard.modules.replicated import Replica
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import num_slices
@@ -81,6 +84,17 @@ class SharedGradient:
                 local_part(each).copy_(part)
 
 
+def share_ends(plan: Plan, chain: ModelChain, layers: Mapping[str, ChainLayer], replicas: Sequence[Replica]) -> None:
+    """Let the head of a model on a single device compute on the embedding's matrix, if they are tied.
+
+    ``replicas`` are those of the layers, in order, without those whose parameters are in host memory.
+    """
+    if plan.num_devices > 1 or not chain.ties_ends or len(replicas) < len(layers):
+        return
+    first, last = (layers[str(layer)].get_parameter(path) for layer, path in chain.shared[0].copies)
+    replicas[-1].share(last, replicas[0], first)
+
+
 def find_shared_gradients(plan: Plan, chain: ModelChain, layers: Mapping[str, nn.Module]) -> list[SharedGradient]:
     """Return all shared parameters with a copy in this rank's ``layers``.
 
@@ -97,10 +111,11 @@ def find_shared_gradients(plan: Plan, chain: ModelChain, layers: Mapping[str, nn
         if len(stages) > 1 and stages not in groups:
             groups[stages] = _group_across(plan, stages)
         mine = [(layer, path) for layer, path in shared.copies if str(layer) in layers]
-        if mine:
+        copies = [layers[str(layer)].get_parameter(path) for layer, path in mine]
+        if len({*copies}) > 1 or (copies and len(stages) > 1):
             found.append(
                 SharedGradient(
-                    [layers[str(layer)].get_parameter(path) for layer, path in mine],
+                    copies,
                     has_first=mine[0] == shared.copies[0],
                     group=groups.get(stages),
                     num_slices=num_slices(shared, strategies, chain),
