@@ -156,6 +156,17 @@ def test_parameters_in_host_memory_are_said_where_fsdp_shards_them(to: str, endi
     assert key not in text_of(with_levers({}, "fsdp8"), to, ending)
 
 
+@pytest.mark.parametrize(("parallel", "stage"), [("fsdp8", 1), ("fsdp8", 2), ("fsdp8", 3), ("single", 2)])
+def test_deepspeed_offloads_the_optimizer_alone_in_every_stage(parallel: str, stage: int) -> None:
+    zero = {"zero": stage} if parallel == "fsdp8" else {}
+    plan = uniform(parallel, devices=8 if zero else 1, levers={"offload": "optimizer"}, **zero)
+    text = text_of(plan, "deepspeed", ".json")
+    content = json.loads(text)["zero_optimization"]
+    assert (content["stage"], content["offload_optimizer"]) == (stage, {"device": "cpu", "pin_memory": True})
+    assert "offload_param" not in content
+    assert "DeepSpeedCPUAdam" in text
+
+
 def test_on_one_device_only_deepspeed_keeps_parameters_in_host_memory() -> None:
     levers = {"offload": "parameters"}
     alone = uniform("single", devices=1, levers=levers)

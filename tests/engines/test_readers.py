@@ -1,5 +1,6 @@
 """Tests of reading engine files as settings: exported files round-trip; users' settings are read or named."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,7 @@ LORA = "lora:r=4,alpha=16,targets=q_proj+k_proj+v_proj,dropout=0.1"
     [
         ("megatron-bridge", {"train": LORA}, Settings(tp=2), "bridge_recipe.py"),
         ("deepspeed", {"offload": "parameters"}, Settings(zero=3, sp=False), "ds_config.json"),
+        *(("deepspeed", {"offload": "optimizer"}, Settings(zero=z, sp=False), "ds_config.json") for z in (1, 2, 3)),
         ("torchtitan", {"weights": "bf16"}, Settings(zero=3), "steelyard_llama3_8b.py"),
         ("torchtitan", {"offload": "parameters"}, Settings(zero=3), "steelyard_llama3_8b.py"),
         ("torchtitan", {"float8": "rowwise"}, Settings(zero=3, tp=2), "steelyard_llama3_8b.py"),
@@ -509,6 +511,37 @@ def test_what_a_trainer_fills_in_later_is_said_or_asked_for(tmp_path: Path) -> N
     path.write_text(content + '"cpu"}}}')
     with pytest.raises(UserError, match="param on cpu, optimizer on none"):
         plan_of_file(path, "llama3-8b", CLUSTER, global_batch=16, seq_len=2048)
+
+
+def _offloading(stage: int, **parts: Any) -> str:
+    zero = {"stage": stage, **{f"offload_{name}": part for name, part in parts.items()}}
+    return json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "bf16": {"enabled": True}})
+
+
+def test_a_part_of_offload_that_changes_its_price_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(_offloading(3, param=None, optimizer={"device": "cpu", "pin_memory": True, "ratio": 0.3}))
+    plan, notes = plan_of_file(path, "llama-demo", CLUSTER, global_batch=16, seq_len=256)
+    assert plan.levers == {"offload": "optimizer"}
+    assert notes[0] == "Not read of mine.json: zero_optimization.offload_optimizer.ratio."
+
+
+@pytest.mark.parametrize(
+    ("stage", "parts", "found"),
+    [
+        (2, {"optimizer": "nvme"}, "param on none, optimizer on nvme with ZeRO 2"),
+        (3, {"param": "nvme", "optimizer": "cpu"}, "param on nvme, optimizer on cpu with ZeRO 3"),
+        (3, {"param": "cpu"}, "param on cpu, optimizer on none with ZeRO 3"),
+        (0, {"optimizer": "cpu"}, "param on none, optimizer on cpu with ZeRO 0"),
+    ],
+)
+def test_offload_without_a_price_is_refused(stage: int, parts: dict[str, str], found: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(_offloading(stage, **{name: {"device": device} for name, device in parts.items()}))
+    with pytest.raises(UserError) as error:
+        plan_of_file(path, "llama-demo", "1x1xa100-40gb", global_batch=1, seq_len=256)
+    assert error.value.found == found
+    assert error.value.field == f"zero_optimization.offload_{next(iter(parts))}.device"
 
 
 def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: Path) -> None:

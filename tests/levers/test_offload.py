@@ -10,7 +10,10 @@ import pytest
 import yaml
 
 from steelyard.cost.compute import host_copies_s, optimizer_s
+from steelyard.cost.job import Job, JobConfig
+from steelyard.cost.layer import layer_cost
 from steelyard.cost.predict import layer_times, predict_host, predict_memory
+from steelyard.engines.engine import Settings
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.hardware import parse_cluster
 from steelyard.hardware.files import devices, find_device
@@ -18,11 +21,14 @@ from steelyard.hardware.parse import cluster_file, cluster_of
 from steelyard.levers import LEVERS, Levers
 from steelyard.levers.offload import CHUNK, Offload
 from steelyard.plan.file import dump_json, read_plan, write_plan
+from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import HostUse
 from steelyard.planning.advise import advise
 from steelyard.planning.complete import complete, find_plan
 from steelyard.planning.job import job_of
 from steelyard.planning.request import make_request
+from steelyard.planning.settings import price_settings
+from steelyard.report.html.assumptions import _kept
 from steelyard.report.plan_table import link_lines
 from steelyard.runtime.dry_run import dry_run
 from tests.jobs import make_job
@@ -381,6 +387,78 @@ def test_layers_whose_parameters_cannot_lie_on_the_host_are_refused(strategy: st
             num_devices=2,
             levers={"offload": "parameters+activations"},
         )
+
+
+# the optimizer under an engine that steps on the host
+
+
+def offloaded(cluster: str, zero: int, **asked: Any) -> tuple[Plan, Job]:
+    request = make_request("llama-demo", cluster, **OPTIONS, levers=OFFLOAD, engine="deepspeed")
+    return price_settings(request, request.engine, "bf16", Settings(zero=zero, sp=False, **asked))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "zero", "parameters", "gradients"),
+    [
+        ("1x1xa100-40gb", 2, 2, 0),
+        ("1x2xa100-40gb", 3, 1, 0),
+        ("1x2xa100-40gb", 2, 2, 0),
+        ("1x2xa100-40gb", 1, 2, 2),
+    ],
+)
+def test_the_device_keeps_parameters_in_16_bits_and_the_host_all_in_fp32(
+    cluster: str, zero: int, parameters: int, gradients: int
+) -> None:
+    """Bytes per parameter, of 18 on a host 2 in a buffer of 16 bits. ZeRO-1 keeps gradients between microbatches."""
+    plan, job = offloaded(cluster, zero)
+    assert plan.prediction is not None
+    (stage,), count = plan.prediction.stages, plan.num_devices
+    held = stage.memory_bytes
+    params = stage.host_bytes * count / 18
+    layers = (job.layer(job.chain.type_of(number).name, {}) for number in range(job.chain.num_layers))
+    assert params == pytest.approx(sum(each.num_params for each in layers if each))
+    assert held["parameters"] == pytest.approx(parameters * params, rel=1e-3)
+    assert held.get("gradients", 0) == pytest.approx(gradients * params, rel=1e-3)
+    assert held.get("optimizer", 0) < 4096
+    assert _kept(plan).endswith("16 bytes of a trained parameter, 16 of them in host memory")
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_gradients_go_to_the_host_which_steps_and_parameters_come_back(zero: int) -> None:
+    """4 bytes there, at most as long as they take alone; 2 back; 40 of the memory of a host that 2 devices share."""
+    plan, job = offloaded("1x2xa100-40gb", zero)
+    config = JobConfig(job=job, pipeline=plan.pipeline)
+    times = layer_cost(job.chain.type_of(1), plan.strategies[1], config)
+    params = times.once_s["optimizer"] * 100e9 / 40 / 2
+    layer = job.layer(job.chain.type_of(1).name, {})
+    assert layer is not None
+    assert params == pytest.approx(layer.num_params / 2, rel=1e-3)
+    back_s, there_s = 2 * params / 24.8e9, 4 * params / 24.8e9
+    assert times.forward_s.get("offload", 0) == 0
+    if zero == 1:
+        assert "offload" not in times.backward_s
+        assert back_s < times.once_s["offload"] <= back_s + there_s * 1.01
+    else:
+        assert 0 < times.backward_s["offload"] <= there_s * 1.01
+        assert times.once_s["offload"] == pytest.approx(back_s)
+
+
+def test_only_engines_that_step_on_the_host_round_updates_differently() -> None:
+    results = {}
+    for engine in ("native", "deepspeed"):
+        asked = make_request("llama-demo", "1x1xa100-40gb", **OPTIONS, engine=engine)
+        found = {each.options: each for each in advise(asked, asked=False).changes}
+        results[engine] = [found[f"--offload {word}"].result for word in ("optimizer", "parameters")]
+    assert results == {"native": ["exact", "rounding"], "deepspeed": ["rounding", "rounding"]}
+
+
+def test_what_no_engine_but_ours_offloads_is_refused_elsewhere() -> None:
+    for engine, word in (("deepspeed", "activations"), ("accelerate", "optimizer")):
+        with pytest.raises(UserError, match=f"--offload {word} with the engine {engine}, which cannot offload"):
+            make_request("llama-demo", "1x2xa100-40gb", **OPTIONS, levers={"offload": word}, engine=engine)
+
+
+# parameters beside others
 
 
 def test_a_quantized_base_beside_parameters_on_the_host_is_refused() -> None:

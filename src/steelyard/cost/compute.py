@@ -105,7 +105,7 @@ def optimizer_s(num_params: float, job: Job, update_bytes: float | None = None) 
     profile, measured = job.profile, job.profile.optimizers.get(job.effects.optimizer)
     num_bytes = job.effects.update_bytes if update_bytes is None else update_bytes
     num_bytes += UNSCALING_BYTES if job.precision == SCALES_LOSS else 0
-    if job.effects.parameters_on_host and job.cluster.device.is_gpu:
+    if job.effects.steps_on_host and job.cluster.device.is_gpu:
         return float(host_work_s(num_params * (num_bytes + ADDED_ON_HOST), job))
     if profile.optimizer_s_per_param is not None:
         if measured is not None and update_bytes is None and job.precision != SCALES_LOSS:

@@ -161,10 +161,10 @@ class Job:
         """Execution model of the engine."""
         return self.engine.execution
 
-    @property
+    @cached_property
     def effects(self) -> Effects:
         """Effects of the levers other than on the work of layers."""
-        return self.levers.effects
+        return self.engine.effects(self.levers)
 
     @property
     def hardware(self) -> Cluster:

@@ -128,7 +128,7 @@ def layer_costs(
         copied = {"offload": host_copies_s(_saved_bytes(layer, strategy, config, samples), config.job)}
         forward, backward = forward | copied, backward | copied
     _add_shards(backward, "backward", sent, config)
-    if config.job.effects.parameters_on_host:
+    if config.job.effects.steps_on_host and not strategy.keeps_whole:
         forward, backward = _with_host_copies(forward, backward, layer, strategy, config)
     once, factor = _once_time(layer_type, own, sent, config, forward, backward), config.job.time_factor
     if factor != 1:
@@ -224,20 +224,21 @@ def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", config: JobConfig) ->
 def _with_host_copies(
     forward: Terms, backward: Terms, layer: LayerProfile, strategy: Strategy, config: JobConfig
 ) -> tuple[Terms, Terms]:
-    """Return the terms with the exposed seconds of copying parameters and gradients from and to the host.
+    """Return the terms with the exposed seconds of copying gradients to the host and, if they rest there, parameters
+    from it.
 
-    FSDP overlaps the copies with the layer before, except on a single rank. From the second microbatch on the host adds
-    gradients while the device waits.
+    The copies overlap with the layer before, except those of FSDP on a single rank. From the second microbatch on its
+    host adds gradients while the device waits; ZeRO-Offload adds them on the device.
     """
     job, trained = config.job, mean_shard_params(layer.trained, strategy)
-    gradients = job.effects.weight_bytes * trained
-    parameters = gradients + job.compute_bytes * (mean_shard_params(layer, strategy) - trained)
+    gradients, streams = job.effects.weight_bytes * trained, job.effects.parameters_on_host
+    parameters = streams * (gradients + job.compute_bytes * (mean_shard_params(layer, strategy) - trained))
     found = []
     for terms, num_bytes in (forward, parameters), (backward, (parameters + gradients) * layer.has_backward):
         copies_s = host_copies_s(num_bytes, job)
-        exposed = copies_s if strategy.state_shards == 1 else _beside(sum(terms.values()), copies_s, config)
+        exposed = copies_s if streams and strategy.state_shards == 1 else _beside(sum(terms.values()), copies_s, config)
         found.append(terms | {"offload": terms.get("offload", 0.0) + exposed})
-    added_s = np.where(config.samples < job.global_batch, host_work_s(ADDED_ON_HOST * trained, job), 0.0)
+    added_s = np.where(streams & (config.samples < job.global_batch), host_work_s(ADDED_ON_HOST * trained, job), 0.0)
     found[1]["offload"] = found[1]["offload"] + added_s
     return found[0], found[1]
 
@@ -413,6 +414,10 @@ def _once_time(
     if job.effects.moved_bytes:
         terms["offload"] = host_copies_s(stepped * job.effects.moved_bytes, job)
     forward_s, backward_s = sum(forward.values()), sum(backward.values())
+    if job.effects.steps_on_host and not job.effects.parameters_on_host:
+        gradients_s = strategy.keeps_whole * host_copies_s(stepped * job.effects.weight_bytes, job)
+        updated_s = host_copies_s(stepped * job.compute_bytes, job)
+        terms["offload"] = _beside(backward_s, gradients_s, config) + updated_s
     for dimension in strategy.dimensions:
         own = sent.by[dimension]
         if own.once_s:

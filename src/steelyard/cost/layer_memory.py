@@ -142,7 +142,7 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     held = own_params(layer_type, layer, strategy, config)
     params, shards = held_params(layer.trained, strategy), strategy.state_shards
     weight_bytes = job.effects.weight_bytes
-    streams = job.effects.parameters_on_host
+    streams, steps_on_host = job.effects.parameters_on_host, job.effects.steps_on_host
     is_sharded = shards > 1 or streams
     computed = job.compute_bytes * held_params(layer if is_sharded else held.trained, strategy)
     made = job.compute_bytes * params
@@ -163,9 +163,14 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         tied = min(tied_params(layer_type, strategy, config), params)
         kept_gradients, reduced = kept_gradients - weight_bytes * tied, reduced - weight_bytes * tied
         made += job.compute_bytes * tied
+    computes_on_kept = not is_sharded and (steps_on_host or job.compute_bytes == weight_bytes)
     if streams:
         fetched = (shard if job.cluster.device.is_gpu else 0) + (computed if shards == 1 else 0)
         host, shard, kept_gradients = host + shard + kept_gradients, 0, 0
+    elif steps_on_host:
+        computed_shard = job.compute_bytes * (trained_shard // weight_bytes)
+        host += trained_shard + kept_gradients + computed_shard
+        shard, kept_gradients = shard - trained_shard + (0 if stays_whole else computed_shard), 0
     if keeps_whole:
         kept_gradients = job.reduce_bytes * params * made_whole
     elif config.has_several and not is_sharded and has_adapters:
@@ -179,7 +184,7 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         is_sharded=is_sharded,
         shard=shard + (layer.buffer_bytes if has_adapters else 0),
         trained_shard=trained_shard,
-        copy=0 if stays_whole or (not is_sharded and job.compute_bytes == weight_bytes) else computed,
+        copy=0 if stays_whole or computes_on_kept else computed,
         keeps_copy=strategy.keeps_gathered and not streams and (shards == 1 or layer.has_backward or keeps_whole),
         keeps_whole=keeps_whole,
         kept_gradients=kept_gradients,

@@ -14,7 +14,7 @@ multiple of the block size of torchao's moments. bitsandbytes' take any number (
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from steelyard.engines.execution import Execution
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_as_transformers
 from steelyard.errors import UserError
 from steelyard.files import parse_json
+from steelyard.levers.offload import Offload, stepping_on_host
 from steelyard.levers.optimizer import Optimizer
 from steelyard.levers.train import Train
 from steelyard.model.chain import ModelChain
@@ -40,8 +41,8 @@ PRESETS = {
     "deepseek_v3": "deepseek_v3",
 }
 """AutoEP's name for the layout of a model's experts, by model type."""
-_OFFLOADED = ("param", "optimizer")
-"""Parts of a plan with offloaded parameters that are in host memory. DeepSpeed also offloads the optimizer alone."""
+_OFFLOADED = {"parameters": ("param", "optimizer"), "optimizer": ("optimizer",)}
+"""Parts in host memory, by text of the lever. With an optimizer alone there, DeepSpeed steps on the host too."""
 _SCALED = {
     "enabled": True,
     "loss_scale": 0,
@@ -86,13 +87,14 @@ def _write(request: Request) -> Draft:
     ]
     if view.remat is Remat.FULL:
         usage.append("in train.py: model.gradient_checkpointing_enable() (the JSON alone recomputes nothing)")
-    content = _content(view, PRESETS.get(request.plan.chain().family.model_type))
+    offloaded = _OFFLOADED.get(str(levers.value(Offload)), ())
+    content = _content(view, PRESETS.get(request.plan.chain().family.model_type), offloaded)
     if (word := str(levers.value(Optimizer))) in _OPTIMIZERS:
         content["zero_allow_untested_optimizer"] = True
         usage.append(f"in train.py: deepspeed.initialize(..., optimizer=...), which is {_OPTIMIZERS[word]}")
     if "expert_parallel" in content:
         usage.append(_OLDER)
-    if view.on_host:
+    if offloaded:
         usage.append(
             "in train.py: the optimizer is deepspeed.ops.adam.DeepSpeedCPUAdam (with offload others are refused)"
         )
@@ -105,12 +107,12 @@ def _write(request: Request) -> Draft:
     )
 
 
-def _content(view: UniformPlan, preset: str | None) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": 3 if view.on_host else view.zero if view.fsdp > 1 else 0}
+def _content(view: UniformPlan, preset: str | None, offloaded: Collection[str]) -> dict[str, Any]:
+    alone = 3 if "param" in offloaded else 2 if offloaded else 0
+    zero: dict[str, Any] = {"stage": view.zero if view.fsdp > 1 else alone}
     if zero["stage"]:
         zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
-        if view.on_host:
-            zero |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in _OFFLOADED}
+        zero |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in offloaded}
         zero |= {"stage3_gather_16bit_weights_on_model_save": True} if zero["stage"] == 3 else {}
     content: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": view.microbatch_per_rank,
@@ -135,7 +137,7 @@ def _values(text: str) -> Mapping[str, Any]:
     content = parse_json(text)
     if not isinstance(content, dict):
         raise ValueError("not an object with DeepSpeed's keys")
-    return flattened(content)
+    return flattened(flattened(content))
 
 
 def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSettings:
@@ -146,6 +148,7 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
     is_recomputed = any(name.startswith("activation_checkpointing") for name in entries.values)
     entries.skip("expert_parallel.preset_model")
     tp = entries.number("tensor_parallel.autotp_size")
+    zero = entries.number("zero_optimization.stage", default=0, least=0)
     micro_batch = entries.number("train_micro_batch_size_per_gpu")
     batch, steps = (entries.number_or_none(name) for name in ("train_batch_size", "gradient_accumulation_steps"))
     if batch is None and steps is not None:
@@ -158,37 +161,39 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
             tp=tp,
             ep=entries.number("expert_parallel.autoep_size") if entries.get("expert_parallel.enabled") else 1,
             micro_batch=micro_batch,
-            zero=entries.number("zero_optimization.stage", default=0, least=0),
+            zero=zero,
             sp=False,
             remat=Remat.FULL if is_recomputed else Remat.NONE,
         ),
         global_batch=batch,
         seq_len=None,
         precision=on[0] if on else "bf16" if is_open else "fp32",
-        levers={"offload": "parameters"} if _is_offloaded(entries) else {},
+        levers=_offload(entries, zero),
         unread=(*entries.unread, *(["the precision, which is auto (priced in bf16)"] if is_open else [])),
     )
 
 
-def _is_offloaded(entries: Entries) -> bool:
-    """Return whether parameters and optimizer are in host memory. Raises `UserError` if only one is, or elsewhere."""
-    names = [f"zero_optimization.offload_{name}" for name in _OFFLOADED]
-    found = [entries.get(name) for name in names]
-    devices = [part.get("device", "none") if isinstance(part, dict) else "none" for part in found]
-    if devices not in (["none", "none"], ["cpu", "cpu"]):
+def _offload(entries: Entries, zero: int) -> dict[str, str]:
+    """Return the lever of the parts in host memory. Raises `UserError` for combinations that have no price."""
+    names = {part: f"zero_optimization.offload_{part}.device" for part in _OFFLOADED["parameters"]}
+    devices = {part: entries.get(name, default="none") for part, name in names.items()}
+    there = {part: device for part, device in devices.items() if device != "none"}
+    word = next((word for word, parts in _OFFLOADED.items() if zero and there == dict.fromkeys(parts, "cpu")), None)
+    if there and word is None:
         raise UserError(
-            field=names[devices[0] == "none"],
-            found=", ".join(f"{name} on {device}" for name, device in zip(_OFFLOADED, devices, strict=True)),
-            expected="both or none of them on cpu: the update of either alone, and NVMe, have no price",
+            field=names[next(iter(there))],
+            found=", ".join(f"{part} on {device}" for part, device in devices.items()) + f" with ZeRO {zero}",
+            expected="optimizer on cpu, alone or with param, and ZeRO 1 to 3: param alone, and NVMe, have no price",
             hint="give the settings without offload to steelyard price, or plan with --offload",
         )
-    return "cpu" in devices
+    return {} if word is None else {"offload": word}
 
 
 _OF_TRAINING = (
-    r"gradient_clipping|zero_allow_untested_optimizer|steps_per_print|wall_clock_breakdown|optimizer\.params|scheduler\..*|zero_optimization\."
+    r"gradient_clipping|zero_allow_untested_optimizer|steps_per_print|wall_clock_breakdown|optimizer\.params\..*|scheduler\..*|zero_optimization\."
     r"(overlap_comm|contiguous_gradients|reduce_scatter|sub_group_size|round_robin_gradients|"
-    r"stage3_gather_16bit_weights_on_model_save|gather_16bit_weights_on_model_save)"
+    r"stage3_gather_16bit_weights_on_model_save|gather_16bit_weights_on_model_save|"
+    r"offload_(param|optimizer)(\.pin_memory)?)"
 )
 """Entries about learning rates and logs, and those of ZeRO that every priced run has or that change little."""
 
@@ -201,7 +206,11 @@ DEEPSPEED = Engine(
     refuse=lambda chain, seq_len: refuse_as_transformers("deepspeed", chain),
     levers={
         "train": peft.LEVERS["train"],
-        "offload": replace(peft.OFFLOAD, dimensions=dimensions_of("fsdp")),
+        "offload": replace(
+            peft.one_of(_OFFLOADED, "which cannot offload activations as planned"),
+            dimensions=dimensions_of("fsdp"),
+            effects=stepping_on_host,
+        ),
         "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
         "optimizer": peft.one_of(_OPTIMIZERS, "which flattens parameters under ZeRO and has no such states"),
     },

@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import yaml
@@ -18,7 +19,7 @@ from steelyard.engines.execution import OURS, Execution
 from steelyard.engines.writing import Target
 from steelyard.errors import UserError, nearest
 from steelyard.levers import Lever, Levers
-from steelyard.levers.lever import Result
+from steelyard.levers.lever import Effects, Result
 from steelyard.model.chain import ModelChain
 from steelyard.plan.strategy import Remat
 from steelyard.precision import Precision
@@ -181,6 +182,8 @@ class Taken:
     """Sets of parallelism dimensions that may share a layer with this lever; None: all that the engine has."""
     execution: Callable[[Execution], Execution] = lambda execution: execution
     """Function that returns the execution with this lever."""
+    effects: Callable[[Effects], Effects] = lambda effects: effects
+    """Function that returns the lever's effects as they are in the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +245,11 @@ class Engine:
         for lever in taken:
             execution = lever.execution(execution)
         return replace(self, capabilities=replace(self.capabilities, dimensions=dimensions), execution=execution)
+
+    def effects(self, levers: Levers) -> Effects:
+        """Return the memory and traffic of these levers outside the work of layers."""
+        taken = (self.levers[lever.name] for lever in levers if lever.name in self.levers)
+        return reduce(lambda found, lever: lever.effects(found), taken, levers.effects)
 
     def with_options(self, chosen: Sequence[str]) -> "Engine":
         """Return the engine with these of its options. Raises `UserError` if it does not have one of them, or if a

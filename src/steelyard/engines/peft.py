@@ -63,8 +63,7 @@ OFFLOAD = replace(
     one_of(("parameters",), "which cannot offload moments or activations as planned"),
     dimensions=dimensions_of("fsdp") - dimensions_of(),
 )
-"""FSDP2's `CPUOffloadPolicy`, which needs shards on several devices; in DeepSpeed ZeRO-3 with ``offload_param`` and
-``offload_optimizer``."""
+"""FSDP2's `CPUOffloadPolicy`, which needs shards on several devices."""
 LEVERS: Mapping[str, Taken] = {
     "train": Taken(
         refuse=refuse_kind,

@@ -106,16 +106,19 @@ class Effects:
     """Products of 8-bit operands; None if layers have none."""
     adapters: Adapters | None = None
     """Plain LoRA, for closed forms; a trace includes the adapters."""
+    steps_on_host: bool = False
+    """Whether the host updates parameters: fp32 parameters, gradients and optimizer states lie in its memory, and
+    gradients are copied there in every backward pass."""
     parameters_on_host: bool = False
-    """Whether all states of parameters lie in host memory and are updated by the host: parameters are copied to the
-    device for every pass of a layer, and their gradients back."""
+    """Whether, with ``steps_on_host``, parameters are copied to the device for every pass of a layer, instead of
+    resting there in compute precision."""
     saves_on_host: bool = False
     """Whether the tensors that blocks save for their backward passes lie in host memory."""
 
     @property
     def uses_host(self) -> bool:
         """Whether anything lies in host memory."""
-        return self.host_bytes > 0 or self.parameters_on_host or self.saves_on_host
+        return self.host_bytes > 0 or self.steps_on_host or self.saves_on_host
 
 
 class Runner(Protocol):

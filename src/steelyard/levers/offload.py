@@ -21,10 +21,13 @@ because copies and updates follow one another in one stream. Nothing hides them,
 is known only after the backward pass. A CPU, whose memory is the host's, copies within it and reads and writes every
 byte.
 
-The alternative, as in DeepSpeed's ZeRO-Offload and torchao's ``CPUOffloadOptimizer``, is to step on the host: 8 bytes
-per parameter over the link, and 28 of host memory traffic, which the devices of a node share (per billion parameters on
-two Xeon 8168, DeepSpeed's CPUAdam needs 0.22 to 0.30 s and torch's of that time 1.4 s). It needs copies of parameters
-and gradients on the host, and is no faster if several devices share a host.
+DeepSpeed steps on the host instead (ZeRO-Offload, `stepping_on_host`). The device keeps parameters in compute
+precision, under ZeRO-3 a shard of them. On the host are fp32 parameters, gradients and moments, and a buffer in compute
+precision. Gradients cross the link alongside the backward pass, 4 B in every microbatch: in fp32 once per step, and in
+16 bits there and back to be added on the device; under ZeRO-1, which reduces them once per step, in the last
+microbatch. The host clips and steps as with ``parameters``. New parameters go back in compute precision, 2 B that
+nothing hides, before ZeRO-1 and 2 gather them. With several devices on a host this is no faster than to stream moments:
+per billion parameters on two Xeon 8168, DeepSpeed's CPUAdam needs 0.22 to 0.30 s and torch's of that time 1.4 s.
 
 **activations.** The saved tensors of a block (all without remat, its input under full remat) are copied to the host in
 its forward pass and back in its backward pass, during which the device holds them as without offload; embedding and
@@ -52,7 +55,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from steelyard.levers.lever import Asked, Divided, Effects, Objection, Result, WordLever
+from steelyard.levers.lever import Asked, Divided, Effects, Objection, WordLever
 from steelyard.levers.optimizer import Optimizer
 
 NONE = "none"
@@ -81,11 +84,6 @@ class Offload(WordLever):
         "gradients and moments, updated on the host), optimizer+activations, parameters+activations; for steelyard "
         "plan also auto: the fastest of these, none if none gains."
     )
-
-    @property
-    def result(self) -> Result:  # type: ignore[override]
-        """Effect on the training result: updates on the host differ from those on the device by rounding."""
-        return "rounding" if self.moves_parameters else "exact"
 
     @property
     def moves_optimizer(self) -> bool:
@@ -140,7 +138,12 @@ class Offload(WordLever):
         if self.moves_parameters:
             host_bytes = effects.state_bytes
             return replace(
-                effects, state_bytes=0.0, layer_state_bytes=0, host_bytes=host_bytes, parameters_on_host=True
+                effects,
+                state_bytes=0.0,
+                layer_state_bytes=0,
+                host_bytes=host_bytes,
+                steps_on_host=True,
+                parameters_on_host=True,
             )
         if not self.moves_optimizer:
             return effects
@@ -152,3 +155,8 @@ class Offload(WordLever):
             moved_bytes=2 * effects.state_bytes,
             buffer_bytes=_MOMENTS * _MOMENT_BYTES * CHUNK,
         )
+
+
+def stepping_on_host(effects: Effects) -> Effects:
+    """Return the effects of an offloaded optimizer in an engine that updates parameters on the host."""
+    return replace(effects, moved_bytes=0.0, buffer_bytes=0, steps_on_host=True)

@@ -71,9 +71,10 @@ class Change(NamedTuple):
         return " ".join(filter(None, (options, as_options(self.levers))))
 
     def result(self, engine: Engine) -> Result:
-        """Return the greater effect on the training result."""
-        own = (engine.options[name].result or "exact" for name in self.options)
-        return max((*(lever.result for lever in Levers.of(self.levers)), *own), key=RESULTS.index, default="exact")
+        """Return the greatest effect on the training result. A host rounds updates differently."""
+        levers, own = Levers.of(self.levers), (engine.options[name].result or "exact" for name in self.options)
+        stepped: Result = "rounding" if engine.effects(levers).steps_on_host else "exact"
+        return max((*(lever.result for lever in levers), *own, stepped), key=RESULTS.index)
 
 
 def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lambda _: None) -> Found:

@@ -495,6 +495,8 @@ def states_bytes(job: Job) -> int:
     found, of_one, states = 0.0, job.by_group[0], job.execution.states
     if states is not None:
         of_trained = float(states.parameters + states.gradients + states.optimizer)
+    elif job.effects.steps_on_host:
+        of_trained = float(job.compute_bytes)
     else:
         of_trained = 2 * job.effects.weight_bytes + job.effects.state_bytes
     for number in range(job.chain.num_layers):

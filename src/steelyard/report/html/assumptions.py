@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from steelyard.cost.efficiency import catalogue_rates
 from steelyard.cost.job import Job, layer_precision
+from steelyard.engines import engine_of
+from steelyard.engines.native import NATIVE
 from steelyard.hardware import Cluster, Link
 from steelyard.levers.optimizer import Optimizer
 from steelyard.plan.plan import Plan, pipeline_text
@@ -96,8 +98,9 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
 
 def _kept(plan: Plan) -> str:
     """Describe the storage of a trained parameter between steps."""
-    optimizer, effects = plan.chosen_levers.value(Optimizer), plan.chosen_levers.effects
-    num_on_host = effects.host_bytes + (_FP32_BYTES if effects.parameters_on_host else 0)
+    optimizer = plan.chosen_levers.value(Optimizer)
+    effects = engine_of(plan.engine or NATIVE.name).effects(plan.chosen_levers)
+    num_on_host = effects.host_bytes + (_FP32_BYTES if effects.steps_on_host else 0)
     on_host = f", {num_on_host:.3g} of them in host memory" if num_on_host else ""
     matrices = f", {_FP32_BYTES + effects.matrices.state_bytes:.3g} in hidden matrices" if effects.matrices else ""
     states = "both moments of AdamW" if optimizer.is_default else f"the states of {optimizer}"
