@@ -188,10 +188,12 @@ def _titan(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
     return Framework(engine=_torchtitan(row), reserve=Execution().reserve)  # run_train.sh: expandable segments
 
 
-def _timm(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework | None:
-    """Parameters in fp32 under autocast, or all in bf16 (``--full_bf16``); optimizers of torch are fused."""
+def _timm(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
+    """Parameters in fp32 under autocast, or all in bf16 (``--full_bf16``); optimizers of torch are fused.
+
+    With DeepSpeed parameters and states are those of ZeRO-2 with the optimizer on the host."""
     if "DeepSpeed" in row.text("framework"):
-        return None
+        return Framework(engine=DEEPSPEED)
     fused = replace(_BF16, step_shard_bytes=0)
     return Framework(engine=_engine("timm", NATIVE.execution if "amp" in row.text("precision") else fused))
 
