@@ -43,6 +43,10 @@ PRESETS = {
 """AutoEP's name for the layout of a model's experts, by model type."""
 _OFFLOADED = {"parameters": ("param", "optimizer"), "optimizer": ("optimizer",)}
 """Parts in host memory, by text of the lever. With an optimizer alone there, DeepSpeed steps on the host too."""
+_BUCKET = 50_000_000
+"""Gradients of a reduction: two such buffers, 0.2 GB, are within the allocator slack; DeepSpeed's default is ten times
+as much."""
+_BUCKETS = "zero_optimization.reduce_bucket_size"
 _SCALED = {
     "enabled": True,
     "loss_scale": 0,
@@ -112,6 +116,7 @@ def _content(view: UniformPlan, preset: str | None, offloaded: Collection[str]) 
     zero: dict[str, Any] = {"stage": view.zero if view.fsdp > 1 else alone}
     if zero["stage"]:
         zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
+        zero["reduce_bucket_size"] = _BUCKET
         zero |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in offloaded}
         zero |= {"stage3_gather_16bit_weights_on_model_save": True} if zero["stage"] == 3 else {}
     content: dict[str, Any] = {
@@ -147,6 +152,8 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
     entries.skip_like(_OF_TRAINING)
     is_recomputed = any(name.startswith("activation_checkpointing") for name in entries.values)
     entries.skip("expert_parallel.preset_model")
+    if entries.values.get(_BUCKETS) in (_BUCKET, "auto"):
+        entries.skip(_BUCKETS)
     tp = entries.number("tensor_parallel.autotp_size")
     zero = entries.number("zero_optimization.stage", default=0, least=0)
     micro_batch = entries.number("train_micro_batch_size_per_gpu")
