@@ -200,12 +200,21 @@ _PLAIN_TEXT: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16},
     **{"num_key_value_heads": 1, "vocab_size": 64},
 }
+_PIXTRAL: dict[str, Any] = {
+    **{"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "head_dim": 16, "image_size": 56, "patch_size": 14},
+}
 _WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral3": (
         "Mistral3ForConditionalGeneration",
         {"model_type": "mistral", **_PLAIN_TEXT},
-        {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-        | {"num_attention_heads": 2, "head_dim": 16, "image_size": 56, "patch_size": 14},
+        _PIXTRAL,
+    ),
+    "mistral3 of mistral4": (
+        "Mistral3ForConditionalGeneration",
+        {"model_type": "mistral4", **_PLAIN_TEXT, "moe_intermediate_size": 16, "n_routed_experts": 4, "q_lora_rank": 8}
+        | {"num_experts_per_tok": 2, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+        _PIXTRAL,
     ),
     "qwen3_5": (
         "Qwen3_5ForConditionalGeneration",
@@ -218,11 +227,13 @@ _WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "image_size"), [("mistral3", None), ("qwen3_5", "none")])
+@pytest.mark.parametrize(
+    ("name", "image_size"), [("mistral3", None), ("mistral3 of mistral4", None), ("qwen3_5", "none")]
+)
 def test_text_alone_of_a_model_of_images_of_any_size_is_planned_and_read(
-    tmp_path: Path, kind: str, image_size: Any
+    tmp_path: Path, name: str, image_size: Any
 ) -> None:
-    class_name, text, tower = _WHOLE[kind]
+    kind, (class_name, text, tower) = name.split(maxsplit=1)[0], _WHOLE[name]
     config = {"model_type": kind, "architectures": [class_name], "text_config": text, "vision_config": tower}
     torch.manual_seed(1)
     whole = getattr(transformers, class_name)(read_hub_config(kind, {**config, "tie_word_embeddings": False}))

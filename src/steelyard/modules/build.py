@@ -123,12 +123,17 @@ def build_from_config(
 def auto_class_of(config: PreTrainedConfig, task: Task) -> Any:
     """Return the transformers class that builds the model of a config for a task; None if there is none.
 
-    A model without an encoder that transformers lists among encoder-decoder models (such as one that reads sound)
-    counts as causal.
+    Models that transformers lists elsewhere count as causal, too: one without an encoder among encoder-decoder models
+    (such as one that reads sound), and one among image-text models whose class is called causal (mistral4).
     """
-    with_sound = [Task.SEQ2SEQ_LM] if task is Task.CAUSAL_LM and not config.is_encoder_decoder else []
-    listed = [getattr(transformers, each.auto_class) for each in (task, *with_sound)]
-    return next((each for each in listed if type(config) in each._model_mapping), None)
+    elsewhere = [Task.SEQ2SEQ_LM, Task.IMAGE_TEXT] if task is Task.CAUSAL_LM and not config.is_encoder_decoder else []
+    for each in (task, *elsewhere):
+        auto_class = getattr(transformers, each.auto_class)
+        if type(config) in (classes := auto_class._model_mapping) and (
+            task is each or each is Task.SEQ2SEQ_LM or classes[type(config)].__name__.endswith("ForCausalLM")
+        ):
+            return auto_class
+    return None
 
 
 def _has_experts(config: PreTrainedConfig) -> bool:
