@@ -70,7 +70,7 @@ def num_params(config):
 def test_a_packaged_model_is_an_embedding_its_blocks_and_a_head(name):
     chain = load_model(name)
     roles = [chain.type_of(layer).role for layer in range(chain.num_layers)]
-    blocks = [LayerRole.BLOCK] * next(chain.config[key] for key in BLOCK_KEYS if key in chain.config)
+    blocks = [LayerRole.BLOCK] * next(chain.text_config[key] for key in BLOCK_KEYS if key in chain.text_config)
     decoder = [LayerRole.EMBEDDING, *blocks] if chain.family.model_type == "t5" else []
     assert roles == [LayerRole.EMBEDDING, *blocks, *decoder, LayerRole.HEAD]
 
@@ -84,7 +84,7 @@ def test_a_packaged_model_carries_its_sizes(name):
         "max_position_embeddings": chain.max_seq_len,
     }
     assert chain.name == name
-    assert {key: chain.config.get(key, size) for key, size in sizes.items()} == sizes
+    assert {key: chain.text_config.get(key, size) for key, size in sizes.items()} == sizes
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMS)
@@ -176,6 +176,11 @@ def test_packaged_models_have_hashes_of_their_own():
 def test_an_unknown_family_names_the_nearest_one():
     with pytest.raises(InvalidModelError, match=r"(?s)^model_type: found 'qwen4'.*did you mean .*qwen3"):
         chain_from_config(changed(model_type="qwen4"), name="tiny")
+
+
+def test_an_unknown_family_whose_class_transformers_has_names_the_type_of_the_class():
+    with pytest.raises(InvalidModelError, match=r'(?s)^model_type: found \'kimi_k2\'.*"model_type": "deepseek_v3"'):
+        chain_from_config(changed(model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"]), name="tiny")
 
 
 @pytest.mark.parametrize("model_type", [..., None, 7, [], "", "lama"])

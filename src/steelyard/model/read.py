@@ -263,9 +263,10 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
     identity = config_hash(config)
     model_type = str(config.get("model_type", ""))
     if split is None:
-        split = import_module(_SPLITS_ANY_MODEL).split_of(config)
+        any_model = import_module(_SPLITS_ANY_MODEL)
+        split = any_model.split_of(config)
         if split is None:
-            raise _unknown(model_type)
+            raise _unknown(model_type, any_model.type_of_class(config))
     if split.text_alone and model_type != split.model_type:
         text = config.get(TEXT_PART)
         if not isinstance(text, Mapping):
@@ -306,13 +307,16 @@ def _chain_of(split: Split, name: str, config: dict[str, Any], identity: str) ->
     )
 
 
-def _unknown(model_type: str) -> InvalidModelError:
+def _unknown(model_type: str, of_class: str) -> InvalidModelError:
+    """Return the error for a type that transformers does not know; ``of_class``: type of the class in the config."""
     known = {load_config(name)[1]["model_type"] for name in model_names()}
     return InvalidModelError(
         field="model_type",
         found=repr(model_type) if model_type else "nothing",
         expected=f"a model type of the installed transformers, for example {', '.join(sorted(known))}",
-        hint=nearest(model_type, known),
+        hint=f'write "model_type": "{of_class}" into the config, whose architectures name a class of that type'
+        if of_class
+        else nearest(model_type, known),
     )
 
 

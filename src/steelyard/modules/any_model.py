@@ -37,6 +37,14 @@ def split_of(config: Mapping[str, Any]) -> ModelSplit | None:
     return found_once(json.dumps(dict(config)), default_folder())
 
 
+def type_of_class(config: Mapping[str, Any]) -> str:
+    """Return the model type whose causal class in transformers a config names in its architectures; empty if none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    named = config.get("architectures")
+    return next((each for each, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if named == [name]), "")
+
+
 @cache
 def found_once(content: str, folder: Path) -> ModelSplit | None:
     """Return the split of a config's model, given as JSON: cached in memory or a folder, or found and saved there."""
