@@ -29,8 +29,12 @@ PUBLISHED_PARAMS = {
     "gemma2-27b": 27_227_128_320,
     "gemma2-2b": 2_614_341_888,
     "gemma2-9b": 9_241_705_984,
+    "gemma3-12b": 12_187_325_040,
     "gemma3-1b": 999_885_952,
+    "gemma3-27b": 27_432_406_640,
+    "gemma3-4b": 4_300_079_472,
     "glm-4-9b-0414": 9_400_279_040,
+    "glm-4.7-flash": 29_943_390_976,
     "gpt-oss-120b": 116_829_156_672,
     "gpt-oss-20b": 20_914_757_184,
     "gpt2": 124_439_808,
@@ -54,6 +58,7 @@ PUBLISHED_PARAMS = {
     "phi-3-medium": 13_960_238_080,
     "phi-3-mini": 3_821_079_552,
     "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
@@ -66,6 +71,7 @@ PUBLISHED_PARAMS = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-coder-30b-a3b": 30_532_122_624,
     "smollm2-1.7b": 1_711_376_384,
     "smollm2-135m": 134_515_008,
     "smollm3-3b": 3_075_098_624,
@@ -120,7 +126,7 @@ def test_the_package_holds_the_traces_and_splits_of_its_models_and_no_others() -
 
 def test_what_is_packaged_beside_the_configs_is_small() -> None:
     files = [*(SOURCE / "tracer" / "traces").iterdir(), *(SOURCE / "model" / "splits").iterdir()]
-    assert sum(file.stat().st_size for file in files) < 2 * 2**20
+    assert sum(file.stat().st_size for file in files) < 2.5 * 2**20
 
 
 @pytest.mark.parametrize("name", model_names())
