@@ -104,6 +104,16 @@ def test_layers_that_stay_traced_are_launched_as_traced_ones(precision: Precisio
     assert (under.profile == job.profile, under.execution.kernels is None) == (is_traced, is_traced)
 
 
+def test_an_engine_has_its_kernels_in_a_model_whose_tower_reads_no_text() -> None:
+    job = job_of(make_request("gemma3-4b", "1x8xh100-80gb", global_batch=8, seq_len=4096))
+    under = job_under(job, ENGINES["automodel"])
+    assert under.execution.kernels is not None
+    assert all(
+        one.forward != other.forward for one, other in zip(under.profile.layers, job.profile.layers, strict=True)
+    )
+    assert [each.num_params for each in under.profile.layers] == [each.num_params for each in job.profile.layers]
+
+
 def test_settings_cut_the_blocks_evenly() -> None:
     job = job_under(llama(), ENGINES["megatron"])
     plan = plan_of_settings(job, Settings(tp=2, pp=2, vpp=3))

@@ -97,11 +97,11 @@ class DecoderShape:
 
     @classmethod
     def of(cls, chain: ModelChain, seq_len: int) -> "DecoderShape | None":
-        """Read the sizes from a model's config, for sequences of ``seq_len`` tokens; None without attention heads.
+        """Read the sizes of the text from a model's config, for ``seq_len`` tokens; None without attention heads.
 
         `steelyard.cost.kernels` checks by the parameters whether the model has this form.
         """
-        config = chain.config
+        config = chain.text_config
         heads = _first(config, "num_attention_heads", "n_head")
         if not heads:
             return None

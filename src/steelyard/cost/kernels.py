@@ -10,6 +10,7 @@ from steelyard.cost.job import Job, layer_precision, tuned_over_experts
 from steelyard.engines.config_entries import completed
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Kernels
+from steelyard.model.family import LayerRole
 from steelyard.precision import Precision
 from steelyard.profiles.profile import LayerProfile
 
@@ -58,7 +59,8 @@ def _under(kernels: Kernels, job: Job, imbalance: float, slowdown: float) -> tup
             low=job.effects.low_precision,
             adapters=adapters,
         )
-        if not layer.degrees and abs(closed.num_params / layer.num_params - 1) > _SAME_FORM:
+        computes = layer_types[layer.kind].role is not LayerRole.EMBEDDING  # which may hold a tower that reads no text
+        if computes and not layer.degrees and abs(closed.num_params / layer.num_params - 1) > _SAME_FORM:
             return ()
         found.append(_with_params_of(layer, closed))
     return tuple(found)
