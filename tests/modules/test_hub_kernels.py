@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.models.qwen3_next.modeling_qwen3_next as model_code
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from steelyard.cost.compute import work_s
@@ -15,6 +16,7 @@ from steelyard.errors import UserError
 from steelyard.hardware import parse_cluster
 from steelyard.levers import Levers
 from steelyard.model.read import chain_from_config
+from steelyard.modules import hub_kernels
 from steelyard.modules.hub_kernels import as_kernels
 from steelyard.planning.price import warnings_of
 from steelyard.profiles.profile import Work
@@ -30,12 +32,12 @@ GIB = 2**30
 TOKENS, WIDTH = 1024, 128
 
 
-def delta_rule(heads: int, value_heads: int) -> tuple[OpCounts, OpCounts]:
-    """Return the counts of the gated delta rule over `TOKENS` tokens in bf16, forward and backward."""
+def delta_rule(heads: int, value_heads: int, tokens: int = TOKENS) -> tuple[OpCounts, OpCounts]:
+    """Return the counts of the gated delta rule in bf16, forward and backward."""
     with FakeTensorMode(), as_kernels(), OpCounter() as counter:
-        keys = [torch.empty(1, TOKENS, heads, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
-        values = torch.empty(1, TOKENS, value_heads, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-        gates = [torch.empty(1, TOKENS, value_heads, dtype=each, requires_grad=True) for each in GATES]
+        keys = [torch.empty(1, tokens, heads, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+        values = torch.empty(1, tokens, value_heads, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        gates = [torch.empty(1, tokens, value_heads, dtype=each, requires_grad=True) for each in GATES]
         found, state = model_code.torch_chunk_gated_delta_rule(*keys, values, *gates, use_qk_l2norm_in_kernel=True)
         assert (found.shape, found.dtype, state) == (values.shape, torch.bfloat16, None)
         forward, counter.counts = counter.counts, OpCounts()
@@ -60,6 +62,27 @@ def test_one_kernel_moves_what_its_products_read_and_write() -> None:
     assert (forward.memory_bytes, backward.memory_bytes) == (products, 2.5 * products)
     flop = 2 * tokens * (2 * chunk * WIDTH + chunk * WIDTH + 3 * WIDTH * WIDTH + chunk * WIDTH)
     assert (forward.matmul_flop, backward.matmul_flop) == (flop, 2.5 * flop)
+
+
+@pytest.mark.parametrize("tokens", [1030, 1280])
+def test_the_work_of_a_long_sequence_is_that_of_its_chunks(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = delta_rule(1, 2, tokens)
+    monkeypatch.setattr(hub_kernels, "_COUNTED", 1024)
+    monkeypatch.setattr(hub_kernels, "_work", {})
+    assert delta_rule(1, 2, tokens) == whole
+
+
+def test_work_that_grows_with_the_square_of_a_sequence_is_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_kernels, "_COUNTED", 64)
+    monkeypatch.setattr(hub_kernels, "_STEP", 16)
+
+    def scores(one: Tensor, other: Tensor) -> Tensor:
+        return one @ other.transpose(1, 2)
+
+    with FakeTensorMode(), OpCounter() as counter:
+        found = hub_kernels._one_operation(scores)(*(torch.empty(1, 80, 8) for _ in range(2)))
+    assert found.shape == (1, 80, 80)
+    assert counter.counts.matmul_flop == 2 * 80 * 80 * 8
 
 
 # Seconds of flash-linear-attention 0.5.1 on an H200: QwenLM/FlashQLA, benchmark/benchmark_results_H200.txt (MIT).
@@ -127,8 +150,8 @@ def test_the_packages_of_kernels_are_named_in_traces_for_gpus_and_in_warnings() 
 
 def test_one_trace_serves_cpus_and_gpus_if_no_layer_has_such_kernels(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"seq_len": 32, "precision": "bf16", "degrees": (1,), "folder": tmp_path}
-    for hub_kernels in (False, True):
-        cached_trace(chain_from_config(FAMILY_CONFIGS["llama"], name="test"), **sizes, hub_kernels=hub_kernels)
+    for on_gpus in (False, True):
+        cached_trace(chain_from_config(FAMILY_CONFIGS["llama"], name="test"), **sizes, hub_kernels=on_gpus)
     assert len([*tmp_path.iterdir()]) == 1
 
 

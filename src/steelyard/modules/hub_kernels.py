@@ -118,17 +118,63 @@ class _Call(NamedTuple):
     others: tuple[tuple[Any] | None, ...]
 
     def results(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors among the results of the reference code, and learn its work."""
+        """Return the tensors among the results of the reference code, and learn its work.
+
+        Code that loops over chunks takes minutes for long sequences. It runs at three lengths that differ by `_STEP`
+        instead, if its work grows by the same from the first to the second and from the second to the third.
+        """
+        length, run = _num_tokens(tensors), None
+        if length > _COUNTED:
+            short = _STEP + length % _STEP
+            runs = [self._run(_cut(tensors, length, tokens)) for tokens in range(short, short + 3 * _STEP, _STEP)]
+            run = _continued(runs, (length - short) // _STEP)
+        found, _work[self, _shapes(tensors)] = run or self._run(tensors)
+        return found
+
+    def _run(self, tensors: list[Tensor]) -> "_Run":
         rest = iter(tensors)
         leaves = [next(rest) if other is None else other[0] for other in self.others]
         places, names = tree_unflatten(leaves, self.spec)
         with _Products(tensors[0].element_size()) as products:
             found, spec = tree_flatten(self.reference(*places, **names))
         are_tensors = tuple(isinstance(each, Tensor) for each in found)
-        _work[self, _shapes(tensors)] = KernelWork(
-            products.flop, products.total_bytes, products.result_bytes, spec, are_tensors
-        )
-        return [each for each in found if isinstance(each, Tensor)]
+        work = KernelWork(products.flop, products.total_bytes, products.result_bytes, spec, are_tensors)
+        return [each for each in found if isinstance(each, Tensor)], work
+
+
+_Run = tuple[list[Tensor], KernelWork]
+"""Tensors among the results of reference code, and its work."""
+_STEP = 256
+"""Tokens of a whole number of chunks, whose sizes are powers of two."""
+_COUNTED = 8 * _STEP
+"""Tokens of the longest sequence that reference code always runs whole."""
+
+
+def _num_tokens(tensors: list[Tensor]) -> int:
+    """Return the size of dim 1 if several tensors have three dims or more and all of these agree; else 0."""
+    sizes = [each.shape[1] for each in tensors if each.dim() > 2]
+    return sizes[0] if len(sizes) > 1 and len({*sizes}) == 1 else 0
+
+
+def _cut(tensors: list[Tensor], length: int, tokens: int) -> list[Tensor]:
+    """Return the tensors with this many of ``length`` tokens in their dim 1."""
+    return [each[:, :tokens] if each.dim() > 1 and each.shape[1] == length else each for each in tensors]
+
+
+def _continued(runs: list[_Run], steps: int) -> _Run | None:
+    """Return the run ``steps`` after the first of three, or None if its work does not grow by the same in each step."""
+    (found, work), (longer, _), _ = runs
+    sums = zip(*((each.flop, each.product_bytes, each.scratch_bytes) for _, each in runs), strict=True)
+    lines = [(one, two - one) for one, two, three in sums if two - one == three - two]
+    if len(lines) < 3:
+        return None
+    flop, product_bytes, scratch_bytes = (one + steps * more for one, more in lines)
+    sizes = [
+        [size + steps * (more - size) for size, more in zip(one.shape, other.shape, strict=True)]
+        for one, other in zip(found, longer, strict=True)
+    ]
+    results = [each.new_empty(size) for each, size in zip(found, sizes, strict=True)]
+    return results, work._replace(flop=flop, product_bytes=int(product_bytes), scratch_bytes=int(scratch_bytes))
 
 
 _calls: list[_Call] = []
