@@ -38,7 +38,7 @@ from steelyard.precision import SCALES_LOSS
 from steelyard.processes.group import current_device
 from steelyard.runtime.checks import check_engine, check_world_size
 from steelyard.runtime.data.order import rank_samples
-from steelyard.runtime.data.tokens import Samples
+from steelyard.runtime.data.tokens import Samples, checked_samples
 from steelyard.runtime.loss_scale import LossScale
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index
 from steelyard.runtime.per_sample import check_per_sample
@@ -222,8 +222,8 @@ class ParallelModel:
         for chunk in self.chunks:
             chunk.model_kwargs = [] if model_kwargs is None else self._kwargs_of(chunk, model_kwargs)
         inputs, labels = self.input_samples(), self.label_samples()
-        tokens_BS = Samples.of(read(inputs)).inputs.to(self.device) if inputs is not None else None  # noqa: N806
-        labels_BS = Samples.of(read(labels)).labels.to(self.device) if labels is not None else None  # noqa: N806
+        tokens_BS = self._read(read, inputs).inputs.to(self.device) if inputs is not None else None  # noqa: N806
+        labels_BS = self._read(read, labels).labels.to(self.device) if labels is not None else None  # noqa: N806
         if predicts and labels is not None:  # instead of labels, their places in the global batch
             labels_BS = torch.tensor(labels, device=self.device)  # noqa: N806
             if self.chain.family.task.reads_text:
@@ -318,13 +318,19 @@ class ParallelModel:
             index=data_index(self.mesh, strategy),
         )
 
+    def _read(self, read: Callable[[list[int]], Tensor | Samples], samples: list[int]) -> Samples:
+        found = read(samples)
+        if self.chain.split.module:  # checked with all tensors of its samples
+            return Samples.of(found)
+        return checked_samples(found, self.chain, len(samples), self.plan.seq_len)
+
     def _decoder_ids(self, read: Callable[[list[int]], Tensor | Samples]) -> Tensor | None:
         embeddings = [int(name) for name, layer in self.layers.items() if isinstance(layer, EmbeddingLayer)]
         decoders = [layer for layer in embeddings if layer > 0]
         samples = self._samples(self.plan.strategies[decoders[0]]) if decoders else None
         if samples is None:
             return None
-        labels = Samples.of(read(samples)).labels.to(self.device)
+        labels = self._read(read, samples).labels.to(self.device)
         return decoder_inputs(labels, self.chunks[0].side.model_config, self.chain.features)
 
     def _deal_out(self, read: Callable[[list[int]], Any]) -> None:
@@ -523,6 +529,7 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
     refuse_compiled(model)
     model = _unwrapped(model, plan)
     check_same_model(getattr(model, "config", None), chain)
+    check_same_modules(model, chain)
     return parallelize_checked(model, plan, seed)
 
 
@@ -598,3 +605,38 @@ def check_same_model(config: Any, chain: ModelChain) -> None:
                 expected=f"{found!r}, the value of the model",
                 hint="plan for this model's config, or build the model from the plan's config",
             )
+
+
+def check_same_modules(model: nn.Module, chain: ModelChain) -> None:
+    """Raise `InvalidPlanError` unless the model has the modules of the plan's layers and ties the same weights."""
+    holders: dict[nn.Parameter, set[int]] = {}
+    for layer in range(chain.num_layers):
+        for path in chain.family.modules(layer).values():
+            try:
+                module = model.get_submodule(path)
+            except AttributeError:
+                raise InvalidPlanError(
+                    field="model",
+                    found=f"{type(model).__name__}, which has no module {path}",
+                    expected=f"a model as the plan's, a {type(build_meta_model(chain)).__name__}",
+                    hint="pass the whole model with its head and all blocks, or plan for this model's config",
+                ) from None
+            for parameter in module.parameters():
+                holders.setdefault(parameter, set()).add(layer)
+    if any(isinstance(parameter, DTensor) for parameter in holders):
+        raise InvalidPlanError(
+            field="model",
+            found="a model that is already sharded (parallelize, fully_shard)",
+            expected="whole parameters, or parameters on the meta device",
+            hint="build the model again for each call of parallelize",
+        )
+    tied = {tuple(sorted(layers)) for layers in holders.values() if len(layers) > 1}
+    planned = {tuple(layer for layer, _ in shared.copies) for shared in chain.shared}
+    for layers in sorted(tied ^ planned):
+        found = ("shared by", "separate in") if layers in tied else ("separate in", "shared by")
+        raise InvalidPlanError(
+            field="model",
+            found=f"weights {found[0]} layers {', '.join(map(str, layers))}",
+            expected=f"weights {found[1]} these layers, as in the plan",
+            hint="plan for this model's config (tie_word_embeddings)",
+        )

@@ -15,14 +15,16 @@ Sources: Devlin et al. 2019, section 3.1, where the number is 15 % on average an
 2020, section 3.2.1 (prefix language modelling). Not implemented: span corruption.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from steelyard.errors import InvalidDataError
-from steelyard.modules.model_inputs import IGNORED
+from steelyard.model.chain import ModelChain
+from steelyard.modules.model_inputs import IGNORED, blank_samples
 from steelyard.runtime.data.files import TokenFile
 from steelyard.runtime.data.order import SampleOrder, mixed
 
@@ -38,6 +40,54 @@ class Samples:
     def of(cls, read: "Tensor | Samples") -> "Samples":
         """Return samples unchanged, or split token ids [N, S + 1] into inputs and labels for next-token prediction."""
         return cls(inputs=read[:, :-1], labels=read[:, 1:]) if isinstance(read, Tensor) else read
+
+
+def checked_samples(read: object, chain: ModelChain, num_samples: int, seq_len: int) -> Samples:
+    """Return what a user's loop has read, with 64-bit token ids.
+
+    Raises `InvalidDataError` for samples of other shapes than the plan's, and for ids outside the vocabulary, which
+    ranks of tp would ignore without an error.
+    """
+    if isinstance(read, Tensor):
+        _check_ids("token ids", read, (num_samples, seq_len + 1), chain.vocab_size)
+        read = read.long()
+    elif isinstance(read, Samples):
+        with torch.device("meta"):
+            inputs, labels = blank_samples(chain, num_samples, seq_len)
+        if inputs.is_floating_point():
+            _check_shape("inputs", read.inputs, inputs.shape, "floats")
+        else:
+            _check_ids("inputs", read.inputs, inputs.shape, chain.vocab_size)
+        _check_ids("labels", read.labels, labels.shape, chain.vocab_size, ignored=True)
+        read = replace(read, labels=read.labels.long())
+    else:
+        raise _bad_read(f"a {type(read).__name__}", "a tensor of token ids, or Samples")
+    return Samples.of(read)
+
+
+def _check_shape(name: str, found: Tensor, shape: tuple[int, ...], values: str) -> None:
+    if found.shape != shape or found.is_floating_point() != (values == "floats"):
+        raise _bad_read(
+            f"{name} of {str(found.dtype).removeprefix('torch.')} and shape {list(found.shape)}",
+            f"{name} of {values} and shape {list(shape)}, for {shape[0]} samples",
+        )
+
+
+def _check_ids(name: str, found: Tensor, shape: tuple[int, ...], vocab_size: int, *, ignored: bool = False) -> None:
+    _check_shape(name, found, shape, "integers")
+    if isinstance(found, FakeTensor):
+        return
+    foreign = found[((found < 0) | (found >= vocab_size)) & ((found != IGNORED) | (not ignored))]
+    if len(foreign):
+        raise _bad_read(
+            f"{name} with {int(foreign[0])}",
+            f"{name} from 0 to {vocab_size - 1}, the model's vocabulary" + f", or {IGNORED} without a target" * ignored,
+        )
+
+
+def _bad_read(found: str, expected: str) -> InvalidDataError:
+    hint = "return the samples of the given numbers, tokenized for the model, at the plan's sequence length"
+    return InvalidDataError(field="read", found=found, expected=expected, hint=hint)
 
 
 class MadeUpTokens:
