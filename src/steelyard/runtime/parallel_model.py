@@ -140,6 +140,8 @@ class ParallelModel:
         """
         if self.loss_scale is not None:
             self.loss_scale.take_in(self._local_gradients())
+        for shared in self._shared:
+            shared.begin_step()
         losses = self._run_passes(read, num_targets, model_kwargs)
         with self.clock.working():
             for chunk in self.chunks:

@@ -46,17 +46,31 @@ class SharedGradient:
     ) -> None:
         self._copies, self._has_first, self._group, self._num_slices = copies, has_first, group, num_slices
         self._adds = adds
+        self._earlier: list[Tensor | None] = []
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
         """Return whether the parameter is a copy of one that is counted elsewhere."""
         return any(parameter is copy for copy in self._copies[1 if self._has_first else 0 :])
 
+    def begin_step(self) -> None:
+        """Set aside the gradients of earlier steps, which are sums already."""
+        self._earlier = [copy.grad for copy in self._copies]
+        for copy in self._copies:
+            copy.grad = None
+
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Replace the gradient of each copy by the sum of all; collective over the ranks that hold a copy.
+        """Replace the gradient of each copy by the sum of all, and add those of earlier steps.
 
-        Gradients must be of a single step: those of an earlier step would count twice.
+        Collective over the ranks that hold a copy.
         """
+        self._sum_copies()
+        for copy, earlier in zip(self._copies, self._earlier, strict=True):
+            if earlier is not None:
+                local_part(copy.grad).add_(local_part(earlier))
+        self._earlier.clear()
+
+    def _sum_copies(self) -> None:
         for copy in self._copies:
             if copy.grad is None:  # a copy that its layer only holds for other layers
                 copy.grad = torch.zeros_like(copy)
