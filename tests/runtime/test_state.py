@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import steelyard
+from steelyard.errors import InvalidCheckpointError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model
 from steelyard.modules.own_proof import Built, own_model
+from steelyard.runtime import checkpoint
 from steelyard.runtime.state import parameter_names
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 from tests.runtime.processes import one_process
@@ -96,3 +99,59 @@ def test_a_parameter_without_a_gradient_has_a_state_in_a_checkpoint(tmp_path: Pa
             "0.model.forgotten.weight",
             "0.model.forgotten.bias",
         }
+
+
+TOKENS = torch.arange(2 * 17).view(2, 17) % 64
+
+
+def _tiny(num_layers: int, optimizer: Any = torch.optim.AdamW) -> tuple[steelyard.ParallelModel, list[Any]]:
+    plan = make_plan(
+        CONFIGS["llama"] | {"num_hidden_layers": num_layers},
+        ", ".join(["single"] * (num_layers + 2)),
+        num_devices=1,
+        num_microbatches=1,
+        seq_len=16,
+        global_batch=2,
+    )
+    trainer = steelyard.parallelize(build_meta_model(plan.chain()), plan)
+    optimizers = trainer.make_optimizers(partial(optimizer, lr=0.1))
+    trainer.train_step(lambda samples: TOKENS[samples])
+    for each in optimizers:
+        each.step()
+    return trainer, optimizers
+
+
+def test_a_checkpoint_of_a_larger_model_or_another_optimizer_is_refused(tmp_path: Path) -> None:
+    with one_process():
+        steelyard.save_checkpoint(*_tiny(2), tmp_path)
+        steelyard.load_checkpoint(*_tiny(2), tmp_path)
+        steelyard.load_checkpoint(_tiny(2, torch.optim.SGD)[0], [], tmp_path)  # only its weights
+        with pytest.raises(InvalidCheckpointError, match=r"found optimizer\.lm_head\.weight\.exp_avg, "):
+            steelyard.load_checkpoint(*_tiny(2, torch.optim.SGD), tmp_path)
+        with pytest.raises(InvalidCheckpointError, match=r"found model\.model\.layers\.1\."):
+            steelyard.load_checkpoint(*_tiny(1), tmp_path)
+
+
+def test_an_interrupted_save_leaves_the_checkpoint_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_process():
+        trainer, optimizers = _tiny(1)
+        steelyard.save_checkpoint(trainer, optimizers, tmp_path)
+        (tmp_path / "mine").touch()
+        before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+        trainer.num_steps = 5
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint, "_replace_files", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                steelyard.save_checkpoint(trainer, optimizers, tmp_path)
+        assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
+        steelyard.save_checkpoint(trainer, optimizers, tmp_path)
+        assert {file.name for file in tmp_path.iterdir()} == before.keys()
+        trainer.num_steps = 0
+        steelyard.load_checkpoint(trainer, optimizers, tmp_path)
+        assert trainer.num_steps == 5
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with one_process(), pytest.raises(InvalidCheckpointError, match=r"could not be written to .*file"):
+        steelyard.save_checkpoint(*_tiny(1), tmp_path / "file")

@@ -32,7 +32,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
@@ -283,6 +283,13 @@ def read_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.devic
 def _read_state(reader: CheckpointReader, state: RunState) -> None:
     state.fill_optimizers()
     stored = reader.read_metadata().state_dict_metadata
+    if left := state.unread(stored):
+        raise InvalidCheckpointError(
+            field="--resume",
+            found=f"{', '.join(left[:3])}{', …' * (len(left) > 3)} in {reader.path}",
+            expected="only tensors that the model and the optimizer of this run have",
+            hint="resume a checkpoint of the same model and optimizer",
+        )
     for copy in range(state.names.num_copies):
         tensors = state.tensors(copy=copy)
         # a run in another precision stored no loss scale
@@ -359,13 +366,29 @@ _NUM_STEPS = "steelyard.num_steps"
 def save_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:
     """Write parameters, optimizer states and the number of steps to a folder; a collective call.
 
-    The folder holds a `torch.distributed.checkpoint` with the names of `steelyard.runtime.state`.
+    The folder holds a `torch.distributed.checkpoint` with the names of `steelyard.runtime.state`. The checkpoint that
+    was in it stays until the new one is written. Raises `InvalidCheckpointError` if the folder cannot be written.
     """
     steps = {_NUM_STEPS: torch.tensor(trainer.num_steps)}
-    state = RunState(trainer, optimizers)
+    state, part = RunState(trainer, optimizers), Path(folder) / ".checkpoint.part"
     state.fill_optimizers()
-    dcp.save(state.tensors() | steps, checkpoint_id=folder)
+    on_first_rank(lambda: shutil.rmtree(part, ignore_errors=True))  # of a save that was interrupted
+    try:
+        dcp.save(state.tensors() | steps, checkpoint_id=part)
+    except (CheckpointException, OSError) as error:
+        raise _not_written(error, part) from error
     state.round()
+    on_first_rank(lambda: _replace_files(part, Path(folder)))
+
+
+def _replace_files(part: Path, folder: Path) -> None:
+    """Move the files of a complete checkpoint to ``folder``, so that it never describes the files of two."""
+    (folder / METADATA_FILE).unlink(missing_ok=True)
+    for old in folder.glob(f"*{DEFAULT_SUFFIX}"):
+        old.unlink()
+    for file in sorted(part.iterdir(), key=lambda file: file.name == METADATA_FILE):
+        file.replace(folder / file.name)
+    part.rmdir()
 
 
 def load_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:

@@ -128,6 +128,27 @@ class RunState:
                 found[f"optimizer.{name}.{slot}"] = stored(value)
         return found
 
+    def unread(self, stored: Iterable[str]) -> list[str]:
+        """Return the names among ``stored`` that this run would drop in silence.
+
+        These are tensors of another model, and states of this rank's trained parameters by another optimizer. A run
+        without optimizers needs no states, and the layers of a user's own module on other ranks are not known here.
+        """
+        trained = {
+            f"optimizer.{self.names.by_path[path]}"
+            for copy in range(self.names.num_copies if self._optimizers else 0)
+            for path, tensor in self._saved(copy)
+            if tensor.requires_grad
+        }
+        slots = {name for copy in range(self.names.num_copies) for name in self.tensors(copy=copy)}
+        known = None if self._model.chain.split.module else {f"model.{name}" for name in self.names.by_path.values()}
+        return sorted(
+            name
+            for name in stored
+            if (known is not None and name.startswith("model.") and name not in known)
+            or (name.rpartition(".")[0] in trained and name not in slots)
+        )
+
     def takers(self) -> dict[str, Any]:
         """Return the modules that convert weights to their own format (`take`), by the name of the weights."""
         return {
