@@ -13,7 +13,7 @@ import steelyard
 from steelyard.errors import UserError
 from steelyard.modules.build import read_hub_config
 from steelyard.plan.plan import Plan
-from tests.runtime.models import CONFIGS, FAMILY_CONFIGS
+from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 from tests.runtime.processes import one_process
 
 pytestmark = [
@@ -66,6 +66,29 @@ def test_its_adapters_are_the_lever_and_train_as_in_peft(kind: str) -> None:
             optimizer.zero_grad()
     assert losses[0] == pytest.approx(expected, rel=1e-5)
     assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize(("levers", "tolerance"), [({}, 1e-5), ({"base": "nf4"}, 1e-3)])
+def test_a_model_without_adapters_keeps_its_weights_and_gets_those_of_the_plan(
+    levers: dict[str, str], tolerance: float
+) -> None:
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(read_hub_config("llama", CONFIG))
+    tokens = torch.arange(34).view(2, 17)
+    expected = _loss(model, tokens)
+    plan = make_plan(
+        "llama",
+        ", ".join(["single"] * 8),
+        num_devices=1,
+        global_batch=2,
+        num_microbatches=1,
+        seq_len=16,
+        levers={"train": "lora:r=4"} | levers,
+    )
+    with one_process():
+        trainer = steelyard.parallelize(model, plan)
+        assert trainer.train_step(lambda samples: tokens[samples]).item() == pytest.approx(expected, rel=tolerance)
+        assert {name.split(".")[-2] for name, each in trainer.named_parameters() if each.requires_grad} == {"default"}
 
 
 @pytest.mark.parametrize(("base", "tolerance"), [(None, 1e-5), ("nf4+experts", 4e-2)])

@@ -222,12 +222,12 @@ def materialize_layer(
     fresh: set[nn.Module] = set()
     for path, module in layer_modules(model, chain, layer).items():
         is_new = any(each.is_meta for name, each in module.named_parameters() if not is_added(name))
-        unfilled = begin_filling(module, chain) if is_new else module.to(device)
+        unfilled = begin_filling(module, chain) if is_new else module
         if is_new:
             unfilled.to_empty(device=device)
             _initialize(model, unfilled, seed=seed, layer=layer)
             fresh.update(unfilled.modules())
-        filled = fill_added(model, path, unfilled, chain, seed=seed, layer=layer, is_new=is_new)
+        filled = fill_added(model, path, unfilled, chain, seed=seed, layer=layer, is_new=is_new).to(device)
         if filled is not module:
             model.set_submodule(path, filled)
     for path, buffer in outside_buffers(model, chain.split, layer).items():
