@@ -227,7 +227,8 @@ def materialize_layer(
             unfilled.to_empty(device=device)
             _initialize(model, unfilled, seed=seed, layer=layer)
             fresh.update(unfilled.modules())
-        filled = fill_added(model, path, unfilled, chain, seed=seed, layer=layer, is_new=is_new).to(device)
+        filled = fill_added(model, path, unfilled, chain, seed=seed, layer=layer, is_new=is_new)
+        filled = filled if is_new else filled.to(device)
         if filled is not module:
             model.set_submodule(path, filled)
     for path, buffer in outside_buffers(model, chain.split, layer).items():
