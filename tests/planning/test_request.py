@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from steelyard.cli.app import app
@@ -331,3 +333,18 @@ def test_levers_join_adapters_as_if_asked_for_together(more: dict[str, str]) -> 
     frozen = make_request("llama-demo", "1x1xa100-40gb", global_batch=1, seq_len=64, freeze=["*.norm"])
     with pytest.raises(UserError, match="a model with frozen parameters"):
         requests.with_levers(frozen, adapters)
+
+
+def test_a_transformers_config_or_model_is_planned_as_its_config_file(tmp_path: Path) -> None:
+    config = LlamaConfig(**{key: value for key, value in FAMILY_CONFIGS["llama"].items() if key != "model_type"})
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    config.save_pretrained(tmp_path / "model")
+    given = (tmp_path / "model" / "config.json", config, model)
+    plans = [find_plan(each, ONE, global_batch=8, seq_len=32) for each in given]
+    assert plans[0] == plans[1] == plans[2]
+
+
+def test_a_precision_without_a_meaning_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"found float32 (.|\n)*did you mean fp32"):
+        find_plan("gpt2", ONE, global_batch=8, seq_len=32, precision="float32")  # type: ignore[arg-type]

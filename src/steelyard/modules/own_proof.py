@@ -304,8 +304,7 @@ def own_model(built: Built) -> OwnModel:
             field="sample",
             found="nothing",
             expected=f"sample inputs of {type(built.module).__qualname__} for two or more samples",
-            hint="add sample=: its inputs, or with loss= a pair of inputs and targets (for a transformers model, "
-            "pass its config instead of the model)",
+            hint="add sample=: its inputs, or with loss= a pair of inputs and targets",
         )
     try:
         return proved(find_own_split(built.module, built.sample, loss=built.loss, blocks=built.blocks))

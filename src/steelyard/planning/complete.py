@@ -172,18 +172,18 @@ def find_plan(
     It is the plan that ``steelyard plan -o`` writes. ``simplify`` is the fraction that it may be slower (default 0.01);
     0 returns the fastest plan.
 
-    ``config`` is the name of a packaged model, a hub ID, the path of a ``config.json``, or its content. ``cluster`` is
-    a name like ``8x8xh100-80gb``, several of these joined by ``+``, or the path of a YAML file. ``memory`` is the
-    memory per device, in bytes or as in ``20GiB`` (default: all of it). The fraction ``memory_margin`` of it is left
-    free if a plan fits that way (default: 0.05 of a GPU, 0 with ``memory``). ``profile`` is a measured profile, by path
-    or value, or one per pool by name. Without it, the model is traced and priced by the catalogue's rates. Times are
-    scaled by the median of the measured runs in ``calibration``.
+    ``config`` is the name of a packaged model, a hub ID, the path of a ``config.json``, its content, or a transformers
+    config or model. ``cluster`` is a name like ``8x8xh100-80gb``, several of these joined by ``+``, or the path of a
+    YAML file. ``memory`` is the memory per device, in bytes or as in ``20GiB`` (default: all of it). The fraction
+    ``memory_margin`` of it is left free if a plan fits that way (default: 0.05 of a GPU, 0 with ``memory``).
+    ``profile`` is a measured profile, by path or value, or one per pool by name. Without it, the model is traced and
+    priced by the catalogue's rates. Times are scaled by the median of the measured runs in ``calibration``.
 
-    ``config`` can also be any ``torch.nn.Module`` with lists of blocks (docs/how-to/your-own-model.md). ``sample`` is
-    then a batch of two or more samples, with the batch dimension first: the module's inputs (a tensor, a tuple, or a
-    dictionary by name). With ``loss``, a function of the module's outputs and of targets, ``sample`` is a pair of
-    inputs and targets. Without ``loss``, the module returns its loss. ``blocks`` names the lists of blocks if they are
-    not found. A `peft.PeftModel` becomes its base model and the lever for its adapters.
+    ``config`` can also be any other ``torch.nn.Module`` with lists of blocks (docs/how-to/your-own-model.md).
+    ``sample`` is then a batch of two or more samples, with the batch dimension first: the module's inputs (a tensor, a
+    tuple, or a dictionary by name). With ``loss``, a function of the module's outputs and of targets, ``sample`` is a
+    pair of inputs and targets. Without ``loss``, the module returns its loss. ``blocks`` names the lists of blocks if
+    they are not found. A `peft.PeftModel` becomes its base model and the lever for its adapters.
 
     ``seq_len`` may be omitted if only one length is possible: that of an image or of your own module's sample.
 
@@ -200,6 +200,8 @@ def find_plan(
     changed = import_module("steelyard.modules.levers").changed_by_user(config) if is_module(config) else None
     if changed is not None:
         config, levers = _as_levers(changed, levers or {})
+    elif sample is None and hasattr(of_model := getattr(config, "config", config), "to_json_string"):
+        config = _chain_of(of_model)
     elif is_module(config):
         from steelyard.modules.own_proof import Built, own_model
 
@@ -245,8 +247,13 @@ def _as_levers(changed: tuple[Any, Mapping[str, str]], levers: Mapping[str, str]
             expected="a model without them, or the lever left out",
             hint=f"leave {name} out of levers",
         )
-    name = Path(model.config.name_or_path or "model").name
-    return chain_from_config(json.loads(model.config.to_json_string()), name=name), {**levers, **own}
+    return _chain_of(model.config), {**levers, **own}
+
+
+def _chain_of(config: Any) -> ModelChain:
+    """Return the chain of a transformers config."""
+    name = Path(config.name_or_path or "model").name
+    return chain_from_config(json.loads(config.to_json_string()), name=name)
 
 
 def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> PlanningResult:

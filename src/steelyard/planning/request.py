@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, get_args
 
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines import check_levers, engine_of
 from steelyard.engines.capabilities import unsupported
 from steelyard.engines.engine import Engine
 from steelyard.engines.native import NATIVE
-from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, all_of
+from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, all_of, nearest
 from steelyard.hardware import Cluster, parse_pools, with_network
 from steelyard.installed import TRAINING, installed_version, require_training
 from steelyard.levers import LEVERS, NO_LEVERS, Levers
@@ -547,13 +547,16 @@ def check_precision(engine: Engine, precision: str) -> None:
     """Raise `UserError` for a precision that an engine does not compute in."""
     if precision not in engine.precisions:
         instead = [name for name in engine.levers if precision in LEVERS[name].precisions]
+        names = get_args(Precision)
         raise UserError(
             field="--precision",
             found=f"{precision} with the engine {engine.name}",
             expected="one of " + ", ".join(engine.precisions),
             hint="".join(f"write --{name}, or " for name in instead)
             + "plan for an engine that computes in it, as in --engine "
-            + (NATIVE.name if precision in NATIVE.precisions else "megatron"),
+            + (NATIVE.name if precision in NATIVE.precisions else "megatron")
+            if precision in names
+            else nearest(str(precision), names),
         )
 
 
