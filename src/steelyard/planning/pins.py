@@ -164,8 +164,10 @@ def _value(strategy: Strategy, key: str) -> str:
     if key == "remat":
         return strategy.remat.value
     if key in modes():
-        value = strategy.mode(key)
-        return next(text for text, each in modes()[key][1].pin.items() if each == value)
+        (dimension, mode), value = modes()[key], strategy.mode(key)
+        if dimension.is_level and value is not False and dimension not in strategy.dimensions:
+            return ""  # the mode's default, which says how to use a dimension that the strategy lacks
+        return next(text for text, each in mode.pin.items() if each == value)
     return str(strategy.degree(dimension_named(key)))
 
 
