@@ -35,6 +35,7 @@ from steelyard.runtime.weights import (
     INDEX_FILE,
     SINGLE_FILE,
     WeightFolder,
+    check_weights,
     export_weights,
     load_weights,
     stored_parameters,
@@ -420,3 +421,11 @@ def change_index(folder: Path, change: Any) -> None:
     index = json.loads((folder / INDEX_FILE).read_text())
     change(index["weight_map"])
     (folder / INDEX_FILE).write_text(json.dumps(index))
+
+
+def test_a_hub_id_instead_of_a_folder_is_told_to_be_downloaded() -> None:
+    download = r"hf download org/some-model --local-dir org/some-model"
+    with pytest.raises(InvalidCheckpointError, match=download):
+        check_weights(Path("org/some-model"), chain_from_config(FAMILY_CONFIGS["llama"], name="llama"))
+    with pytest.raises(InvalidDataError, match=download):
+        tokenizer_files(Path("org/some-model"))

@@ -210,6 +210,13 @@ def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
 _HUB_ID = re.compile(r"(?!\.)[\w.-]{1,96}/[\w.-]{1,96}(?<!\.json)")
 
 
+def folder_hint(path: Path) -> str:
+    """Return what to do about a folder of the hub that is missing: download it, if its path looks like a hub ID."""
+    if os.path.exists(path) or _HUB_ID.fullmatch(str(path)) is None:
+        return "check the path"
+    return f"check the path; a model of the hub is downloaded first: hf download {path} --local-dir {path}"
+
+
 def _downloaded(hub_id: str) -> Path:
     """Return the config of a model that is not packaged, from the hub's cache or downloaded into it.
 

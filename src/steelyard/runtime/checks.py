@@ -11,6 +11,7 @@ from pathlib import Path
 from steelyard.errors import InvalidCheckpointError, InvalidClusterError, InvalidDataError, InvalidPlanError, UserError
 from steelyard.hardware import Backend, DeviceType
 from steelyard.levers.optimizer import Optimizer
+from steelyard.model.read import folder_hint
 from steelyard.output import check_file, check_folder
 from steelyard.plan.plan import Plan
 from steelyard.runtime.options import TrainOptions
@@ -37,7 +38,7 @@ def tokenizer_files(path: Path | None) -> dict[str, bytes]:
             field="tokenizer",
             found=f"{file}: {error.strerror}",
             expected="a tokenizer.json, or a folder that contains one",
-            hint="check the path",
+            hint=folder_hint(path),
         ) from error
 
 

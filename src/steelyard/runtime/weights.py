@@ -32,6 +32,7 @@ from transformers.core_model_loading import rename_source_key as renamed_key
 from steelyard.errors import InvalidCheckpointError, InvalidModelError
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
+from steelyard.model.read import folder_hint
 from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
 from steelyard.modules.levers.quantized_base import PARTS
 from steelyard.modules.levers.train import first_values, is_added, merged, own_name, reads_base, with_added, write_added
@@ -291,7 +292,7 @@ def check_weights(path: Path, chain: ModelChain) -> None:
         raise _bad_init(
             f"no readable config.json in {path}",
             "a Hugging Face folder: config.json and safetensors",
-            "check the path",
+            folder_hint(path),
         ) from error
     config = read_hub_config(str(content.get("model_type", "")), content)
     if chain.split.text_alone:
