@@ -466,6 +466,14 @@ def test_bf16_on_a_v100_says_which_precision_plans_for_the_engine(run: Run, engi
     assert run(*asked, "--precision", instead).exit_code == 0
 
 
+@pytest.mark.parametrize(("float8", "is_exported"), [("tensorwise", False), ("rowwise", True)])
+def test_a_plan_that_its_engine_cannot_read_says_so(run: Run, tmp_path: Path, float8: str, is_exported: bool) -> None:
+    asked = ("llama3-8b", "--cluster", "1x8xh100-80gb", *JOB[2:], "--engine", "torchtitan", "--float8", float8)
+    result = run("plan", *asked, "-o", tmp_path / "plan.json")
+    assert ("export is not possible: torchtitan for a plan" in result.output) != is_exported
+    assert ("--to torchtitan" in result.stdout) == is_exported
+
+
 def test_an_engine_without_fp16_names_one_that_has_it(run: Run) -> None:
     error = user_error(run("plan", *SMALL, "--precision", "fp16", "--engine", "torchtitan"))
     assert (error.found, error.hint) == (

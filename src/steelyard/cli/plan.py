@@ -9,7 +9,9 @@ import typer
 
 from steelyard.cli import options
 from steelyard.cost.job import ASSUMED_IMBALANCE
+from steelyard.engines import target_of
 from steelyard.engines.native import NATIVE
+from steelyard.engines.writing import Request, export_plan
 from steelyard.errors import UserError
 from steelyard.output import command
 from steelyard.plan.choices import ComparedBaseline, NothingFits, OverEngines, Reason
@@ -156,8 +158,9 @@ def plan(
             from steelyard.search.problem import save_problem
 
             save_problem(problem, problem_of(result.job, result.tables))
+    refused = _refusal_of_export(result.plan)
     assumed = f"global batch {request.global_batch}: one sample per device (change it with --global-batch)"
-    for note in (*([] if global_batch else [assumed]), *result.notes):
+    for note in (*([] if global_batch else [assumed]), *result.notes, *([refused] if refused else [])):
         console(stderr=as_json or result.plan is None).print(note, style="dim")
     if result.plan is None:
         _print_nothing_fits(result, request, as_json)
@@ -171,21 +174,30 @@ def plan(
         console().print(answer_view(result.plan, engines=fastest, file=output, lost=lost))
         for other in others if engines else ():
             print(engine_line(other))
-        _print_next(result.plan, output, ("--builder", model) if own else ())
+        _print_next(result.plan, output, ("--builder", model) if own else (), is_exported=not refused)
 
 
-def _print_next(found: Plan, output: Path | None, builder: Sequence[str]) -> None:
+def _refusal_of_export(found: Plan | None) -> str:
+    """Return a note with the reason why the files of the plan's engine cannot be written; empty if they can."""
+    if found is None or found.engine is None:
+        return ""
+    try:
+        export_plan(target_of(found.engine.partition("+")[0]), Request(plan=found, headline="", unsupported=()))
+    except UserError as error:
+        return f"export is not possible: {error.found}; to fix: {error.hint}"
+    return ""
+
+
+def _print_next(found: Plan, output: Path | None, builder: Sequence[str], *, is_exported: bool) -> None:
     if output is None:
         print("Next: add -o plan.json to keep the plan, -v to see all tables")
         return
     print(f"Written to {output}. Next:")
-    commands = [
-        ("explain", output),
-        ("report", output, "-o", output.with_suffix(".html")),
-        ("train", output, *builder, "--data", "PATH")
-        if found.engine is None
-        else ("export", output, "--to", found.engine.partition("+")[0]),
-    ]
+    commands = [("explain", output), ("report", output, "-o", output.with_suffix(".html"))]
+    if found.engine is None:
+        commands.append(("train", output, *builder, "--data", "PATH"))
+    elif is_exported:
+        commands.append(("export", output, "--to", found.engine.partition("+")[0]))
     if found.next_best and found.engine is None:
         commands.append(("measure", output, *builder, "--alternatives"))
     for words in commands:
