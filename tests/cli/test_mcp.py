@@ -111,7 +111,8 @@ def test_code_is_not_run(call: Call, model: str) -> None:
     ("tool", "arguments", "expected"),
     [
         ("train", {}, "no tool 'train'"),
-        ("plan", {"modle": "x"}, "modle"),
+        ("plan", {"modle": "x"}, "did you mean model or"),
+        ("plan", {"model": "gpt2"}, "cluster: found nothing"),
         ("plan", JOB | {"max_tp": 0}, "--max-tp: found '0'"),
         ("check", {"path": "plan.json", "builder": "x.py:f"}, "builder"),
     ],

@@ -24,6 +24,7 @@ from steelyard.cli.app import COMMANDS
 from steelyard.cli.schema import printed_schema
 from steelyard.errors import UserError
 from steelyard.model.own import BUILDER
+from steelyard.plan.file import first_error
 
 if TYPE_CHECKING:
     from mcp.server.lowlevel import Server
@@ -85,7 +86,7 @@ def make_server(folder: Path) -> "Server[Any]":
             return types.CallToolResult(content=[_text(f"no tool {request.name!r}: {', '.join(TOOLS)}")], is_error=True)
         try:
             words = Arguments(request.name).words(request.arguments or {}, home)
-        except (ValidationError, UserError) as error:
+        except UserError as error:
             return types.CallToolResult(content=[_text(f"error: {error}")], is_error=True)
         printed, messages = await _run(request.name, words, home)
         try:
@@ -122,8 +123,11 @@ class Arguments:
         self.model: type[BaseModel] = create_model(command, __config__=config, **fields)
 
     def words(self, given: dict[str, Any], home: Path) -> list[str]:
-        """Return the words of a command line; raises `UserError` for a path out of ``home`` and for code."""
-        checked = self.model.model_validate(given)
+        """Return the words of a command line; raises `UserError` for wrong ones, paths out of ``home``, code."""
+        try:
+            checked = self.model.model_validate(given)
+        except ValidationError as error:
+            raise first_error(error, self.model, UserError) from error
         options, positional = ["--json"], list[str]()
         for name, value in ((each, getattr(checked, each)) for each in given):
             for each in value if isinstance(value, list) else [value]:

@@ -95,12 +95,12 @@ def parse_value(content: Any, model: type[FileModel], error_type: type[UserError
     try:
         return model.model_validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
-        raise _first_error(error, model, error_type) from error
+        raise first_error(error, model, error_type) from error
     except RecursionError:
         raise error_type(field="file", found="values nested too deep", expected=f"a {what} in JSON") from None
 
 
-def _first_error(error: ValidationError, model: type[BaseModel], error_type: type[UserError]) -> UserError:
+def first_error(error: ValidationError, model: type[BaseModel], error_type: type[UserError]) -> UserError:
     """Return the most informative mistake: a misspelt key rather than the missing key that it was meant to be."""
     details = error.errors()
     detail = next((entry for entry in details if entry["type"] == "extra_forbidden"), details[0])

@@ -90,7 +90,7 @@ class TrainOptions:
         str,
     )
     tokenizer: Path | None = _option(  # noqa: RUF009
-        None, "tokenizer.json or its folder; default: text is read as bytes, rows with the one of --init", Path
+        None, "file tokenizer.json or its folder; default: text is read as bytes, rows with the one of --init", Path
     )
     text_key: str = _option("text", "column of the text in JSON lines and other rows", str)
     max_data_bytes: int | None = _option(
