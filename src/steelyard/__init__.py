@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from steelyard.planning.complete import find_plan
     from steelyard.runtime.checkpoint import load_checkpoint, save_checkpoint
     from steelyard.runtime.parallel_model import ParallelModel, parallelize
+    from steelyard.runtime.weights import save_weights
 
 __version__ = version("steelyard")
 
@@ -35,6 +36,7 @@ __all__ = [
     "parallelize",
     "read_plan",
     "save_checkpoint",
+    "save_weights",
     "write_plan",
 ]
 
@@ -47,6 +49,7 @@ _HOMES = {
     "parallelize": "steelyard.runtime.parallel_model",
     "read_plan": "steelyard.plan.file",
     "save_checkpoint": "steelyard.runtime.checkpoint",
+    "save_weights": "steelyard.runtime.weights",
     "write_plan": "steelyard.plan.file",
 }
 

@@ -12,7 +12,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+import steelyard
 from steelyard.errors import InvalidCheckpointError, InvalidDataError, InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config, load_model
@@ -429,3 +431,17 @@ def test_a_hub_id_instead_of_a_folder_is_told_to_be_downloaded() -> None:
         check_weights(Path("org/some-model"), chain_from_config(FAMILY_CONFIGS["llama"], name="llama"))
     with pytest.raises(InvalidDataError, match=download):
         tokenizer_files(Path("org/some-model"))
+
+
+def test_a_loop_saves_weights_for_transformers_once(tmp_path: Path) -> None:
+    plan = make_plan("llama", ", ".join(["single"] * 8), num_devices=1, global_batch=2, num_microbatches=1, seq_len=16)
+    model = build_model(plan.chain(), seed=1)
+    expected = {name: each.detach().clone() for name, each in model.state_dict().items()}
+    with one_process():
+        trainer = steelyard.parallelize(model, plan)
+        steelyard.save_weights(trainer, tmp_path / "out")
+        with pytest.raises(InvalidCheckpointError, match="which already exists"):
+            steelyard.save_weights(trainer, tmp_path / "out")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], each) for name, each in expected.items())

@@ -41,7 +41,9 @@ from steelyard.modules.replicated import activation_dtype
 from steelyard.modules.updates import local_part, local_slices, whole_of
 from steelyard.output import command
 from steelyard.plan.plan import Plan
-from steelyard.runtime.checks import export_part
+from steelyard.runtime.checkpoint import on_first_rank
+from steelyard.runtime.checks import check_export, export_part
+from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
 
 OpenTensor = Callable[[str], Any]
@@ -362,6 +364,23 @@ def export_weights(
             expected="a new folder on a disk with enough free space",
             hint="free disk space and export again from the last checkpoint (--resume)",
         ) from error
+
+
+def save_weights(trainer: ParallelModel, folder: str | Path, *, merge: bool = False) -> None:
+    """Write the weights of a model in a user's own loop to a new folder for ``from_pretrained``; a collective call.
+
+    Adapters are written alone, for `peft`, or with ``merge`` merged into the weights. Raises `InvalidCheckpointError`
+    if the folder exists or cannot be written, and `InvalidModelError` for a user's own module.
+    """
+    if trainer.chain.split.module:
+        raise InvalidModelError(
+            field="save_weights",
+            found=f"{trainer.chain.split.module}, a module of your own",
+            expected="a transformers model, which from_pretrained reads",
+            hint="steelyard.save_checkpoint writes its parameters, by their names in the module",
+        )
+    on_first_rank(lambda: check_export(Path(folder)))
+    export_weights(Path(folder), RunState(trainer, []), trainer.plan, tokenizer={}, merge=merge)
 
 
 def _tensor_files(path: Path) -> dict[str, str]:
