@@ -159,10 +159,10 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     kept_gradients, fetched = weight_bytes * sharded_params(layer.trained, strategy), 0
     reduced = weight_bytes * params
     if layer_type.role is LayerRole.EMBEDDING and not is_sharded and params:
-        # the head's gradient comes first and waits for this one; the head has their buffer
+        # the head's gradient waits for this one, and both for their sum; their buffer, counted in the head, comes last
         tied = min(tied_params(layer_type, strategy, config), params)
-        kept_gradients, reduced = kept_gradients - weight_bytes * tied, reduced - weight_bytes * tied
-        made += job.compute_bytes * tied
+        kept_gradients, reduced = kept_gradients - weight_bytes * tied, reduced - 2 * weight_bytes * tied
+        made += 2 * job.compute_bytes * tied
     computes_on_kept = not is_sharded and (steps_on_host or job.compute_bytes == weight_bytes)
     if streams:
         fetched = (shard if job.cluster.device.is_gpu else 0) + (computed if shards == 1 else 0)
