@@ -33,10 +33,10 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 
 @cache
-def _job(precision: Precision) -> Job:
-    model = chain(**LARGER)
-    traced = cached_trace(model, seq_len=32, precision=precision, degrees=(1,))
-    return made_up_job(cluster(1, 1), precision=precision, global_batch=16, **LARGER).on(profile=traced)
+def _job(precision: Precision, *, tied: bool = False) -> Job:
+    config = LARGER | ({"tie_word_embeddings": True, "vocab_size": 8192} if tied else {})
+    traced = cached_trace(chain(**config), seq_len=32, precision=precision, degrees=(1,))
+    return made_up_job(cluster(1, 1), precision=precision, global_batch=16, **config).on(profile=traced)
 
 
 def _measured_bytes(candidate: Plan) -> int:
@@ -61,6 +61,11 @@ def _measured_bytes(candidate: Plan) -> int:
 _CASES = [*product(("fp32", "bf16"), ("none", "selective", "full"), (2,)), ("bf16", "none", 8)]
 
 
+def _held(candidate: Plan, of: Job) -> int:
+    terms = dict(predict(candidate, of).stages[0].memory_bytes)
+    return sum(terms.values()) - terms["allocator slack"] - terms["context"]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.parametrize(("precision", "remat", "num_microbatches"), _CASES)
@@ -71,8 +76,19 @@ def test_predicted_bytes_are_an_upper_bound_and_close(
     edge = "single" if remat == "selective" else f"single remat={remat}"
     blocks = [f"single remat={remat}"] * (of.chain.num_layers - 2)
     candidate = plan(of, ", ".join([edge, *blocks, edge]), num_microbatches=num_microbatches)
-    terms = dict(predict(candidate, of).stages[0].memory_bytes)
-    predicted = sum(terms.values()) - terms["allocator slack"] - terms["context"]
+    predicted = _held(candidate, of)
     request.getfixturevalue("one_process")
     measured = _measured_bytes(candidate)
+    assert 1.0 <= predicted / measured <= 1.2, f"{predicted / measured:.3f}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "num_microbatches"), [*product(("fp32", "bf16"), (1, 16))])
+def test_a_tied_matrix_is_held_once_with_the_gradients_that_wait_for_their_sum(
+    precision: Precision, num_microbatches: int, one_process: None
+) -> None:
+    """With one sample at once the matrix and its gradients are most of what the process holds."""
+    of = _job(precision, tied=True)
+    candidate = plan(of, ", ".join(["single"] * of.chain.num_layers), num_microbatches=num_microbatches)
+    predicted, measured = _held(candidate, of), _measured_bytes(candidate)
     assert 1.0 <= predicted / measured <= 1.2, f"{predicted / measured:.3f}"
