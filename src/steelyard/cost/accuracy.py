@@ -43,22 +43,22 @@ class Spread:
     high: float
 
 
-DENSE = Spread(words="dense 16-bit", typical=0.077, low=0.845, high=1.262)
-EXPERTS = Spread(words="experts", typical=0.148, low=0.714, high=1.798)
-EIGHT_BIT = Spread(words="8-bit", typical=0.068, low=0.717, high=1.427)
+DENSE = Spread(words="dense 16-bit", typical=0.072, low=0.839, high=1.303)
+EXPERTS = Spread(words="experts", typical=0.138, low=0.761, high=1.585)
+EIGHT_BIT = Spread(words="8-bit", typical=0.065, low=0.717, high=1.427)
 LONG_CONTEXT = Spread(words="long context", typical=0.074, low=0.787, high=1.313)
 ADAPTERS = Spread(words="adapters", typical=0.088, low=0.697, high=1.889)
-SCALED = Spread(words="one measured run", typical=0.059, low=0.810, high=1.235)
-SCALED_BY_SEVERAL = Spread(words="three measured runs", typical=0.052, low=0.859, high=1.246)
+SCALED = Spread(words="one measured run", typical=0.060, low=0.810, high=1.235)
+SCALED_BY_SEVERAL = Spread(words="three measured runs", typical=0.052, low=0.859, high=1.244)
 MEASURED = Spread(words="measured profile", typical=0.063, low=0.871, high=1.094)
 
 OF_ENGINES: dict[tuple[str, str], tuple[float, float, float] | None] = {
     ("dense 16-bit", "megatron"): None,
     ("dense 16-bit", "megatron-bridge"): None,
-    ("dense 16-bit", "torchtitan"): (0.088, 0.843, 1.360),
+    ("dense 16-bit", "torchtitan"): (0.088, 0.836, 1.365),
     ("8-bit", "megatron-bridge"): (0.050, 0.728, 1.159),
     ("8-bit", "torchtitan"): None,
-    ("long context", "megatron-bridge"): (0.067, 0.787, 1.313),
+    ("long context", "megatron-bridge"): (0.068, 0.787, 1.313),
     ("long context", "torchtitan"): None,
     ("experts", "megatron"): None,
     ("experts", "megatron-bridge"): None,
