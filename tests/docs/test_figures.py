@@ -14,7 +14,7 @@ QUOTED = {
         "10.1 s per step, 813 tokens/s and 365 TFLOP/s per device, MFU 36.9%",
         "3.9% faster than the baseline",
         "75.1 GiB of 75.1 GiB on the fullest device",
-        "9 in 10 such runs: 8.51 s to 12.7 s",
+        "9 in 10 such runs: 8.45 s to 13.1 s",
         "blocks 60–79: selective remat; full remat would take 10.5 s per step (4.1% slower)",
     ),
     ("README.md", "advise llama2-7b --cluster 1x1xrtx-4090 --seq-len 2048 --global-batch 1"): (
