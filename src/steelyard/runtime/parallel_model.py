@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain as concatenated
 from math import prod
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, TypeAlias
 
@@ -32,6 +33,7 @@ from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel, parts_of
 from steelyard.modules.own_proof import check_read, planned_module
 from steelyard.modules.own_split import refuse_compiled
 from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
+from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.precision import SCALES_LOSS
@@ -511,8 +513,8 @@ def _numbers(samples: list[int]) -> Samples:
     return Samples(inputs=torch.tensor(samples), labels=torch.tensor(samples))
 
 
-def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed: int = 0) -> ParallelModel:
-    """Return this rank's part of ``model`` under ``plan``; call it on every process of the plan's world.
+def parallelize(model: nn.Module, plan: Plan | str | Path, *, loss: Loss | None = None, seed: int = 0) -> ParallelModel:
+    """Return this rank's part of ``model`` under ``plan`` (or its file); call it on every process of the plan's world.
 
     ``model`` is an unmodified `transformers` causal language model of the plan's config. On the meta device it gets
     initial weights that depend only on ``seed``, layer by layer; otherwise its weights are kept. Its modules are used
@@ -522,7 +524,15 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
     then the one given there. The process group must be initialised (under torchrun, by `steelyard.processes.group`).
     Raises `InvalidPlanError` or `InvalidModelError` if the world size or the model is not the plan's.
     """
+    plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
     check_engine(plan)
+    if not dist.is_initialized():
+        raise InvalidPlanError(
+            field="parallelize",
+            found="no process group",
+            expected="one process for each device of the plan, in a group",
+            hint="start the script with torchrun, and call torch.distributed.init_process_group() first",
+        )
     check_world_size(plan, dist.get_world_size())
     plan.chosen_levers.check_host("gpu" if current_device().type == "cuda" else "cpu")
     chain = plan.chain()
