@@ -112,6 +112,7 @@ def test_code_is_not_run(call: Call, model: str) -> None:
     [
         ("train", {}, "no tool 'train'"),
         ("plan", {"modle": "x"}, "did you mean model or"),
+        ("plan", JOB | {"seq_len": True}, "seq_len: found true"),
         ("plan", {"model": "gpt2"}, "cluster: found nothing"),
         ("plan", JOB | {"max_tp": 0}, "--max-tp: found '0'"),
         ("check", {"path": "plan.json", "builder": "x.py:f"}, "builder"),

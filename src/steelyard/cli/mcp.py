@@ -137,6 +137,10 @@ class Arguments:
                 if not yes:
                     positional.append(str(each))
                 elif isinstance(each, bool):
+                    if self.model.model_fields[name].annotation not in (bool, bool | None):
+                        raise UserError(
+                            field=name, found=str(each).lower(), expected="a value", hint="give one, or leave it out"
+                        )
                     options += [yes] if each else [no] if no else []
                 elif each is not None:
                     options.append(f"{yes}={each}")
