@@ -28,11 +28,28 @@ CAPABILITIES = Capabilities(
     modes_beside={"tp": {"zero": frozenset({3})}, "ep": {"zero": frozenset({3})}},
     shares_heads=False,  # reshaping a part of a head fails in their tp plans
     experts_within_shards=True,
-    experts_of=frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"}),
+    experts_of=frozenset(
+        {
+            *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe"),
+            *("glm4_moe_lite", "nemotron_h"),
+        }
+    ),
     never_divided=frozenset(
         {
             *("bart", "bert", "bitnet", "bloom", "codegen", "dbrx", "diffllama", "electra", "falcon", "falcon_h1"),
-            *("gpt2", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "hunyuan_v1_dense", "jetmoe", "lfm2", "mpt", "opt"),
+            *(
+                "gemma3",
+                "gpt2",
+                "gpt_bigcode",
+                "gpt_neo",
+                "gpt_oss",
+                "gptj",
+                "hunyuan_v1_dense",
+                "jetmoe",
+                "lfm2",
+                "mpt",
+                "opt",
+            ),
             *("persimmon", "roberta", "stablelm", "t5", "vit", "whisper", "xglm"),
         }
     ),
