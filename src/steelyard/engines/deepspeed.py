@@ -70,8 +70,18 @@ CAPABILITIES = Capabilities(
     never_divided=frozenset(
         {
             *PRESETS,
-            *("ernie4_5_moe", "falcon", "glm", "glm4", "glm4_moe", "gpt2", "granitemoe", "hunyuan_v1_moe", "jamba"),
-            *("minimax_m2", "nemotron_h", "olmo2", "olmo3", "olmoe", "phi3", "phimoe", "qwen3_next"),
+            *(
+                "ernie4_5_moe",
+                "falcon",
+                "glm",
+                "glm4",
+                "glm4_moe",
+                "gpt2",
+                "glm4_moe_lite",
+                "granitemoe",
+                "hunyuan_v1_moe",
+            ),
+            *("jamba", "minimax_m2", "nemotron_h", "olmo2", "olmo3", "olmoe", "phi3", "phimoe", "qwen3_next"),
         }
     ),
     remats=frozenset({Remat.NONE, Remat.FULL}),
