@@ -1,6 +1,5 @@
 """Tests of packaged models: each has the published parameter count, its split and trace, and a hub name."""
 
-import json
 import re
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 import steelyard
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain, SharedWeight
-from steelyard.model.read import hub_names, load_config, load_model, model_names, model_source
+from steelyard.model.read import hub_names, load_config, load_model, model_names, model_source, packaged_structure
 from steelyard.tracer.cache import packaged_trace
 
 SOURCE = Path(steelyard.__file__).parent
@@ -118,10 +117,8 @@ def test_the_package_holds_the_traces_and_splits_of_its_models_and_no_others() -
     traces = {f"{chain.config_hash}-bf16.json.gz" for chain in chains}
     assert {file.name for file in (SOURCE / "tracer" / "traces").iterdir()} == traces
     split = [chain.config_hash for chain in chains if chain.split is not None]
-    folder = SOURCE / "model" / "splits"
-    structures = [json.loads((folder / f"{each}.json").read_text())["structure"] for each in split]
-    splits = {f"{name}.json" for name in (*split, *structures)}
-    assert {file.name for file in folder.iterdir()} == splits
+    splits = {f"{name}.json" for name in (*split, *map(packaged_structure, split))}
+    assert {file.name for file in (SOURCE / "model" / "splits").iterdir()} == splits
 
 
 def test_what_is_packaged_beside_the_configs_is_small() -> None:

@@ -11,7 +11,7 @@ import pytest
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
 from steelyard.search import search
-from steelyard.search.problem import Problem, load_problem, save_problem, solve_problem
+from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
 from tests.problems.random_tables import random_tables
 from tests.problems.transformer import LLAMA3_8B, decoder_configs
 
@@ -20,12 +20,6 @@ def small() -> dict[str, Any]:
     """The example of the module's docstring."""
     text = (load_problem.__globals__["__doc__"]).split("```json")[1].split("```")[0]
     return json.loads(text)
-
-
-def read(content: object, folder: Path) -> Problem:
-    path = folder / "p.json"
-    path.write_text(json.dumps(content))
-    return load_problem(path)
 
 
 def equal(one: CostTables, other: CostTables) -> bool:
@@ -52,8 +46,8 @@ def test_a_saved_problem_gives_the_same_result(tmp_path: Path) -> None:
     assert [each.result for each in solved.configs] == [each.result for each in direct.configs]
 
 
-def test_the_documented_example_is_solved(tmp_path: Path) -> None:
-    result = solve_problem(read(small(), tmp_path))
+def test_the_documented_example_is_solved() -> None:
+    result = solve_problem(parse_problem(small()))
     assert result.best is not None
     assert result.best.samples == 32
     assert result.best.solution.peak_bytes <= 8 * 10**9
@@ -85,15 +79,15 @@ def put(content: dict[str, Any], path: str, value: object) -> None:
         ("settings.0.num_stages", 0, "num_stages"),
     ],
 )
-def test_what_is_wrong_is_named(path: str, value: object, message: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_named(path: str, value: object, message: str) -> None:
     content = small()
     put(content, path, value)
     with pytest.raises(InvalidProblemError, match=message):
-        read(content, tmp_path)
+        parse_problem(content)
 
 
 @pytest.mark.parametrize("path", ["version", "settings.0.kinds.0.time_s", "settings.0.switch_s", "settings.0.layers"])
-def test_missing_keys_are_errors(path: str, tmp_path: Path) -> None:
+def test_missing_keys_are_errors(path: str) -> None:
     content = small()
     *parents, last = path.split(".")
     place: Any = content
@@ -101,7 +95,7 @@ def test_missing_keys_are_errors(path: str, tmp_path: Path) -> None:
         place = place[int(part)] if part.isdigit() else place[part]
     del place[last]
     with pytest.raises(InvalidProblemError, match="required"):
-        read(content, tmp_path)
+        parse_problem(content)
 
 
 def test_a_file_that_is_not_json_or_not_there_is_an_error(tmp_path: Path) -> None:
@@ -112,9 +106,9 @@ def test_a_file_that_is_not_json_or_not_there_is_an_error(tmp_path: Path) -> Non
         load_problem(tmp_path / "none.json")
 
 
-def test_a_problem_without_a_budget_needs_one(tmp_path: Path) -> None:
+def test_a_problem_without_a_budget_needs_one() -> None:
     content = small()
     del content["budget_bytes"]
     with pytest.raises(InvalidProblemError, match="budget"):
-        solve_problem(read(content, tmp_path))
-    assert solve_problem(read(content, tmp_path), 10**10).best is not None
+        solve_problem(parse_problem(content))
+    assert solve_problem(parse_problem(content), 10**10).best is not None

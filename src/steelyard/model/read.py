@@ -103,12 +103,22 @@ def packaged_split(config_hash: str, *, must_hold: bool = True) -> ModelSplit | 
     With ``must_hold`` a split that is not valid for the installed versions counts as missing. Pass False if the split
     is only shown.
     """
-    file = resources.files("steelyard.model") / "splits" / f"{config_hash}.json"
-    if not file.is_file():
+    content = _content(config_hash)
+    if content is None:
         return None
-    content = json.loads(file.read_text(encoding="utf-8"))
     holds = content["split_version"] == SPLIT_VERSION and is_as_made(content["made_with"])
     return ModelSplit.model_validate(content["split"]) if holds or not must_hold else None
+
+
+def packaged_structure(config_hash: str) -> str:
+    """Return the identity of the small model of a packaged model's structure; empty if no split is packaged."""
+    content = _content(config_hash)
+    return content["structure"] if content else ""
+
+
+def _content(config_hash: str) -> dict[str, Any] | None:
+    file = resources.files("steelyard.model") / "splits" / f"{config_hash}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 NO_IMAGES: Final = "none"

@@ -49,7 +49,7 @@ from steelyard.cost.tables import CostTables, CrossLayerInput
 from steelyard.errors import InvalidProblemError, UserError, nearest
 from steelyard.limits import MOST_BYTES, MOST_LAYERS, Bytes, Microbatches, Samples, Seconds
 from steelyard.output import write_file
-from steelyard.plan.file import parse_file
+from steelyard.plan.file import parse_file, parse_value
 from steelyard.plan.strategy import Strategy, parse_strategy
 from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
@@ -163,7 +163,15 @@ def save_problem(path: Path, problem: Problem) -> None:
 
 def load_problem(path: Path) -> Problem:
     """Read a problem file. Raises `InvalidProblemError` with the place in the file and the expected content."""
-    content = parse_file(path, ProblemFile, InvalidProblemError, what="problem")
+    return _problem(parse_file(path, ProblemFile, InvalidProblemError, what="problem"))
+
+
+def parse_problem(content: object) -> Problem:
+    """Return the problem that this parsed JSON describes. Raises `InvalidProblemError` if it is invalid."""
+    return _problem(parse_value(content, ProblemFile, InvalidProblemError, what="problem"))
+
+
+def _problem(content: ProblemFile) -> Problem:
     for index, config in enumerate(content.settings):
         if config.side_inputs and content.version == 1:
             raise InvalidProblemError(

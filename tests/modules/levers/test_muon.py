@@ -95,8 +95,9 @@ def names_of_matrices(config: dict[str, Any], num_layers: int) -> tuple[set[str]
 
 
 def test_embeddings_and_the_head_are_no_hidden_matrices() -> None:
-    matrices, others = names_of_matrices(CONFIGS["llama-tied"], 4)
+    matrices, others = names_of_matrices(CONFIGS["llama-tied"] | {"tie_word_embeddings": False}, 4)
     assert others == {"model__embed_tokens.weight", "lm_head.weight"}
+    assert names_of_matrices(CONFIGS["llama-tied"], 4) == (matrices, {"model__embed_tokens.weight"})
     assert {"self_attn.q_proj.weight", "mlp.down_proj.weight"} < matrices
 
 
