@@ -224,11 +224,11 @@ def own_params(layer_type: LayerType, layer: LayerProfile, strategy: Strategy, c
     Shards of a trained matrix are counted in both layers, because engines keep the matrix gathered between them, which
     is not counted.
     """
-    is_head = layer_type.role is LayerRole.HEAD
-    shared = min(tied_params(layer_type, strategy, config) if is_head else 0, layer.num_params)
-    is_doubled = not config.job.execution.keeps_own_buffers and strategy.state_shards > 1 and layer.trained.num_params
-    if not shared or is_doubled:
+    tied = tied_params(layer_type, strategy, config) if layer_type.role is LayerRole.HEAD else 0
+    has_own_buffers = config.job.execution.keeps_own_buffers
+    if not tied or (strategy.state_shards > 1 and layer.trained.num_params and not has_own_buffers):
         return layer
+    shared = min(tied, layer.num_params)
     fewer = {"num_params": layer.num_params - shared, "frozen_params": max(0, layer.frozen_params - shared)}
     return layer.model_copy(update=fewer)
 

@@ -16,7 +16,6 @@ import yaml
 
 from steelyard.engines import peft
 from steelyard.engines.accelerate import ACCELERATE, kept_gathered
-from steelyard.engines.capabilities import dimensions_of
 from steelyard.engines.engine import Entries, FileSettings, Reader, Settings, yaml_values
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan
 from steelyard.errors import UserError
@@ -102,10 +101,6 @@ _OF_TRAINING = (
     r"cpu_ram_efficient_loading|transformer_layer_cls_to_wrap|sync_module_states|use_orig_params|limit_all_gathers)"
 )
 """Entries about data, learning rates, evaluation, checkpoints and logs, and about attention in one kernel."""
-_OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
-    **{name: word for word, name in peft.OPTIM.items()},
-}
 _NEAR = {"adamw_bnb_8bit": "adamw-8bit", "adamw_8bit": "adamw-8bit", "paged_adamw_8bit": "adamw-8bit"}
 """Optimizers of bitsandbytes that are priced as torchao's."""
 _OFFLOADED = ("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params")
@@ -128,9 +123,9 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
     is_recomputed = bool(entries.get("gradient_checkpointing")) or bool(entries.get(*recomputing))
     levers = _levers_of(entries)
     optimizer = str(entries.get("optimizer", default="adamw_torch_fused"))
-    word = {**_OPTIMIZERS, **_NEAR}.get(optimizer, "adamw")
+    word = {**peft.OPTIMIZERS, **_NEAR}.get(optimizer, "adamw")
     levers |= {"optimizer": word} if word != "adamw" else {}
-    unlike = [] if optimizer in _OPTIMIZERS else [f"optimizer {optimizer} (priced as {word})"]
+    unlike = [] if optimizer in peft.OPTIMIZERS else [f"optimizer {optimizer} (priced as {word})"]
     unlike += [] if entries.get("sample_packing") else ["sample_packing, which is off (priced with full sequences)"]
     micro_batch, steps = entries.number("micro_batch_size"), entries.number("gradient_accumulation_steps")
     kinds = [entries.get(*names) for names in (("bf16", "bfloat16"), ("fp16", "float16"))]
@@ -160,27 +155,21 @@ def _levers_of(entries: Entries) -> dict[str, str]:
         return found
     targets = entries.get("lora_target_modules", default=ALL_LINEAR)
     named = "+".join(map(str, targets)) if isinstance(targets, list) else str(targets)
-    parts = {
-        "r": entries.get("lora_r", default=8),
-        "alpha": entries.get("lora_alpha", default=16),
-        "targets": ALL_LINEAR if entries.get("lora_target_linear") else named,
-        "dropout": entries.get("lora_dropout", default=0),
-    }
-    flags = {"rslora": entries.get("peft_use_rslora"), "use_dora=true": entries.get("peft_use_dora")}
-    texts = [f"{name}={value}" for name, value in parts.items()] + [name for name, is_on in flags.items() if is_on]
-    base = {"base": "nf4"} if entries.get("load_in_4bit") or adapter == "qlora" else {}
-    return found | base | {"train": f"lora:{','.join(texts)}"}
+    return found | peft.words_of_file(
+        rank=entries.get("lora_r", default=8),
+        alpha=entries.get("lora_alpha", default=16),
+        targets=ALL_LINEAR if entries.get("lora_target_linear") else named,
+        dropout=entries.get("lora_dropout", default=0),
+        rslora=entries.get("peft_use_rslora"),
+        dora=entries.get("peft_use_dora"),
+        quantized=entries.get("load_in_4bit") or adapter == "qlora",
+    )
 
 
 ENGINE = replace(
     ACCELERATE,
     reader=Reader(suffixes=(".yaml", ".yml"), values=yaml_values("axolotl"), read=_read, mark="sequence_len"),
-    levers={
-        **peft.LEVERS,
-        "offload": peft.OFFLOAD,
-        "train": replace(peft.LEVERS["train"], refuse=peft.refuse_fraction),
-        "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
-    },
+    levers=peft.FILE_LEVERS,
 )
 """accelerate with the levers that the YAML file supports."""
 TARGET = Target(

@@ -43,10 +43,10 @@ PRESETS = {
 """AutoEP's name for the layout of a model's experts, by model type."""
 _OFFLOADED = {"parameters": ("param", "optimizer"), "optimizer": ("optimizer",)}
 """Parts in host memory, by text of the lever. With an optimizer alone there, DeepSpeed steps on the host too."""
-_BUCKET = 50_000_000
+_BUCKET_SIZE = 50_000_000
 """Gradients of a reduction: two such buffers, 0.2 GB, are within the allocator slack; DeepSpeed's default is ten times
 as much."""
-_BUCKETS = "zero_optimization.reduce_bucket_size"
+_BUCKET_ENTRY = "zero_optimization.reduce_bucket_size"
 _SCALED = {
     "enabled": True,
     "loss_scale": 0,
@@ -70,18 +70,9 @@ CAPABILITIES = Capabilities(
     never_divided=frozenset(
         {
             *PRESETS,
-            *(
-                "ernie4_5_moe",
-                "falcon",
-                "glm",
-                "glm4",
-                "glm4_moe",
-                "gpt2",
-                "glm4_moe_lite",
-                "granitemoe",
-                "hunyuan_v1_moe",
-            ),
-            *("jamba", "minimax_m2", "nemotron_h", "olmo2", "olmo3", "olmoe", "phi3", "phimoe", "qwen3_next"),
+            *("ernie4_5_moe", "falcon", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "granitemoe"),
+            *("hunyuan_v1_moe", "jamba", "minimax_m2", "nemotron_h", "olmo2", "olmo3", "olmoe", "phi3", "phimoe"),
+            "qwen3_next",
         }
     ),
     remats=frozenset({Remat.NONE, Remat.FULL}),
@@ -126,7 +117,7 @@ def _content(view: UniformPlan, preset: str | None, offloaded: Collection[str]) 
     zero: dict[str, Any] = {"stage": view.zero if view.fsdp > 1 else alone}
     if zero["stage"]:
         zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
-        zero["reduce_bucket_size"] = _BUCKET
+        zero["reduce_bucket_size"] = _BUCKET_SIZE
         zero |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in offloaded}
         zero |= {"stage3_gather_16bit_weights_on_model_save": True} if zero["stage"] == 3 else {}
     content: dict[str, Any] = {
@@ -162,8 +153,8 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
     entries.skip_like(_OF_TRAINING)
     is_recomputed = any(name.startswith("activation_checkpointing") for name in entries.values)
     entries.skip("expert_parallel.preset_model")
-    if entries.values.get(_BUCKETS) in (_BUCKET, "auto"):
-        entries.skip(_BUCKETS)
+    if entries.values.get(_BUCKET_ENTRY) in (_BUCKET_SIZE, "auto"):
+        entries.skip(_BUCKET_ENTRY)
     tp = entries.number("tensor_parallel.autotp_size")
     zero = entries.number("zero_optimization.stage", default=0, least=0)
     micro_batch = entries.number("train_micro_batch_size_per_gpu")

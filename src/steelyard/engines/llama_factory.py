@@ -107,10 +107,6 @@ _OF_TRAINING = (
     r"enable_thinking|swanlab_.*|use_swanlab|predict_with_generate|quantization_(method|type)|double_quantization"
 )
 """Entries about data, learning rates, evaluation, checkpoints and logs, and about attention in one kernel."""
-_OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adamw"),
-    **{name: word for word, name in peft.OPTIM.items()},
-}
 _REFUSED = {
     "deepspeed": ("DDP, because ZeRO stands in a file of its own", "read that file: --from ds_config.json"),
     "fsdp": ("DDP, or FSDP from a file of accelerate launch", "price it: steelyard price --engine accelerate --zero 3"),
@@ -127,8 +123,8 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
     entries.skip(*(name for name, value in entries.values.items() if value is False))
     is_kept = entries.get("disable_gradient_checkpointing") is True
     optimizer = str(entries.get("optim", default="adamw_torch_fused"))
-    word = _OPTIMIZERS.get(optimizer, "adamw")
-    unlike = [] if optimizer in _OPTIMIZERS else [f"optim {optimizer} (priced as {word})"]
+    word = peft.OPTIMIZERS.get(optimizer, "adamw")
+    unlike = [] if optimizer in peft.OPTIMIZERS else [f"optim {optimizer} (priced as {word})"]
     unlike += [] if entries.get("neat_packing", "packing") else ["packing, which is off (priced with full sequences)"]
     micro_batch = entries.number("per_device_train_batch_size", default=8)
     steps = entries.number("gradient_accumulation_steps")
@@ -152,15 +148,15 @@ def _levers_of(entries: Entries) -> dict[str, str]:
     if kind == "full":
         return {}
     rank, targets = entries.number("lora_rank", default=8), entries.get("lora_target", default="all")
-    parts = {
-        "r": rank,
-        "alpha": entries.get("lora_alpha", default=2 * rank),
-        "targets": ALL_LINEAR if targets == "all" else str(targets).replace(" ", "").replace(",", "+"),
-        "dropout": entries.get("lora_dropout", default=0),
-    }
-    flags = {"rslora": entries.get("use_rslora"), "use_dora=true": entries.get("use_dora")}
-    texts = [f"{name}={value}" for name, value in parts.items()] + [name for name, is_on in flags.items() if is_on]
-    return {"train": f"lora:{','.join(texts)}", **({"base": "nf4"} if bits else {})}
+    return peft.words_of_file(
+        rank=rank,
+        alpha=entries.get("lora_alpha", default=2 * rank),
+        targets=ALL_LINEAR if targets == "all" else str(targets).replace(" ", "").replace(",", "+"),
+        dropout=entries.get("lora_dropout", default=0),
+        rslora=entries.get("use_rslora"),
+        dora=entries.get("use_dora"),
+        quantized=bits,
+    )
 
 
 ENGINE = replace(
@@ -169,12 +165,7 @@ ENGINE = replace(
     reader=Reader(
         suffixes=(".yaml", ".yml"), values=yaml_values("LLaMA-Factory"), read=_read, mark="per_device_train_batch_size"
     ),
-    levers={
-        **peft.LEVERS,
-        "offload": peft.OFFLOAD,
-        "train": replace(peft.LEVERS["train"], refuse=peft.refuse_fraction),
-        "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
-    },
+    levers=peft.FILE_LEVERS,
 )
 """accelerate with the plans and levers that the file supports."""
 TARGET = Target(

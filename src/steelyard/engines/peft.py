@@ -36,6 +36,11 @@ OPTIM: Mapping[str, str] = {
     "sgd": "sgd",
 }
 """Values of ``optim`` by optimizer."""
+OPTIMIZERS: Mapping[str, str] = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    **{name: word for word, name in OPTIM.items()},
+}
+"""Optimizers by value of ``optim``."""
 WITHOUT_TP = dimensions_of("dp", "fsdp", "dp+fsdp")
 _OTHERWISE = {
     "adafactor": "Adafactor's update rule: transformers bounds steps by the size of the update, not of the parameter",
@@ -76,6 +81,24 @@ LEVERS: Mapping[str, Taken] = {
     ),
     "optimizer": one_of(OPTIM, "which has no such optimizer"),
 }
+
+
+FILE_LEVERS: Mapping[str, Taken] = {
+    **LEVERS,
+    "offload": OFFLOAD,
+    "train": replace(LEVERS["train"], refuse=refuse_fraction),
+    "base": replace(LEVERS["base"], dimensions=dimensions_of("dp")),
+}
+"""Levers of trainers whose files state a whole alpha, and which shard a base in nf4 under FSDP."""
+
+
+def words_of_file(
+    *, rank: Any, alpha: Any, targets: str, dropout: Any, rslora: Any, dora: Any, quantized: Any
+) -> dict[str, str]:
+    """Return the adapters of a file, and their base if it is ``quantized``, as texts of levers."""
+    text = f"lora:r={rank},alpha={alpha},targets={targets},dropout={dropout}"
+    text += ",rslora" * bool(rslora) + ",use_dora=true" * bool(dora)
+    return {"train": text, **({"base": "nf4"} if quantized else {})}
 
 
 def lora_config(train: Train) -> dict[str, Any]:
