@@ -17,6 +17,8 @@ from steelyard.plan.strategy import Remat
 from steelyard.planning.price import peak_bytes
 from steelyard.planning.request import check_precision, make_request
 from steelyard.planning.settings import Settings, price_settings, usual_zero
+from steelyard.report.plan_table import warning_lines
+from steelyard.report.tables import console
 from steelyard.schedules import SCHEDULES
 from steelyard.units import format_bytes, format_seconds, format_tera
 
@@ -65,7 +67,7 @@ def price(
 ) -> None:
     """Predict step time and memory of settings of your own, as the engine runs them, and whether they fit.
 
-    Whether the engine supports the model is checked for a plan file alone.
+    A model that the engine does not support is priced too, with a note; a plan file is not written for it.
     """
     chosen, runs_it = options.parse_precision(precision), engine_of(engine or NATIVE.name)
     check_precision(runs_it, chosen)
@@ -109,8 +111,15 @@ def price(
         write_plan(plan, output)
     if as_json:
         options.print_json(plan)
-    else:
-        print(_line(plan, job.engine.name, job.budget_bytes))
+        return
+    print(_line(plan, job.engine.name, job.budget_bytes))
+    told = console(stderr=True)
+    for line in warning_lines(plan.prediction):
+        told.print(line)
+    try:
+        runs_it.check_model(plan.chain(), plan.seq_len)
+    except UserError as error:
+        told.print(f"Only priced: found {error.found}; a plan for {runs_it.name} expects {error.expected}", style="dim")
 
 
 def _line(plan: Plan, engine: str, budget_bytes: int) -> str:

@@ -310,12 +310,15 @@ class ModelChain(Layout):
                 words.append("causal")
         return " and ".join(dict.fromkeys(words))
 
-    def warnings(self, seq_len: int) -> tuple[str, ...]:
-        """Return warnings about the model and about sequences of this length, none of which prevents training."""
+    def warnings(self, seq_len: int, *, has_flash: bool = False) -> tuple[str, ...]:
+        """Return warnings about the model and about sequences of this length, none of which prevents training.
+
+        ``has_flash``: whether an engine runs its own fused attention in place of the model's.
+        """
         of_changes = (change.warning(self) for change in self.changes)
         drops = ", ".join(self.split.layerdrop)
         runs_all = f"every block runs in every step: layerdrop ({drops}) is ignored" if drops else ""
-        of_model = (self.left_out(), runs_all, self._unfused_attention(seq_len))
+        of_model = (self.left_out(), runs_all, "" if has_flash else self._unfused_attention(seq_len))
         told = tuple(filter(None, (*of_model, *of_changes)))
         if not self.family.task.reads_text or seq_len <= self.max_seq_len:
             return told

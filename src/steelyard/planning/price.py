@@ -268,7 +268,8 @@ def warnings_of(
 
     ``missed`` is the job with the reserved memory that no plan was found to leave free, which is a warning as well.
     """
-    found, own = list(job.chain.warnings(job.seq_len)), job.jobs(plan)
+    kernels, own = job.execution.kernels, job.jobs(plan)
+    found = list(job.chain.warnings(job.seq_len, has_flash=kernels is not None and kernels.attention == "flash"))
     for place, pool in enumerate(job.by_group):
         fullest = max((stage.total_bytes for stage, each in zip(stages, own, strict=True) if each is pool), default=0)
         missed_bytes = missed.groups[place].margin_bytes if missed and fullest else 0
