@@ -1,6 +1,6 @@
 """Makes what the package brings for planning without torch: ``python benchmarks/package_traces.py`` (``make traces``).
 
-For every packaged model how it splits, and its trace. A trace is taken at three lengths of each
+For every packaged model how it splits, and its trace, as on GPUs. A trace is taken at three lengths of each
 span and compared at further ones, its ends among them; where the parabola through the three misses, the usual lengths
 are packaged alone. What is there and holds for the tracer and the packages of now is left as it is.
 """
@@ -118,7 +118,7 @@ def package(chain: ModelChain, precision: Precision) -> dict[str, Any]:
     """What a packaged trace holds."""
     from steelyard.tracer.trace import SIZES, trace
 
-    traced = partial(trace, chain, precision=precision)
+    traced = partial(trace, chain, precision=precision, gpu_kernels=True)
 
     def content(spans: list[range]) -> dict[str, Any]:
         return {

@@ -74,7 +74,7 @@ def profile(
         precision=options.parse_precision(precision, LayerPrecision),
         degrees=degrees,
         own=own,
-        hub_kernels=measures_gpus(),
+        gpu_kernels=measures_gpus(),
     )
     measured = launch_profiler(
         chain,

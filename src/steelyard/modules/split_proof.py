@@ -25,7 +25,7 @@ from steelyard.model.read import chain_from_config, config_hash
 from steelyard.model.small import small_config, structure_of, widths_of, with_entries, without_dropout
 from steelyard.model.split import ModelSplit, SplitLayerType
 from steelyard.modules.build import build_from_config, full_config, materialize_module, prepare_model, read_hub_config
-from steelyard.modules.hub_kernels import as_reference
+from steelyard.modules.gpu_kernels import as_reference
 from steelyard.modules.kept_splits import keep_split, kept_split
 from steelyard.modules.known_values import plain_token
 from steelyard.modules.layers import Flow, tensors_of

@@ -258,7 +258,7 @@ def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) ->
         own=request.own,
         with_products=request.levers.effects.matrices is not None,
         fp32_adapters=request.engine.running(request.levers, request.precision).execution.adapters == "fp32",
-        hub_kernels=machines.device.is_gpu,
+        gpu_kernels=machines.device.is_gpu,
     )
     given = request.profiles.get(machines.name)
     if given is not None:

@@ -370,8 +370,8 @@ class ProfileIdentity(FilePart):
     device_kind: DeviceType | None = None
     """Device type of the measurement; absent in traced profiles and in older ones."""
     packages: tuple[str, ...] | None = None
-    """Packages besides torch and transformers whose kernels were counted; empty if their reference code was, absent if
-    no layer has such kernels."""
+    """Packages besides torch and transformers whose kernels were counted; absent if the counts of traced layers hold on
+    GPUs and CPUs alike."""
     num_devices: DeviceCount
     driver: str = "none"
     """Versions of the software between PyTorch and a GPU; ``none`` for a CPU."""

@@ -62,7 +62,7 @@ from steelyard.model.family import Task
 from steelyard.modules.build import build_meta_model, named_layer_modules, prepare_model
 from steelyard.modules.experts import even_dim, routed_experts
 from steelyard.modules.fake_op_cache import FakeOpCache
-from steelyard.modules.hub_kernels import as_kernels
+from steelyard.modules.gpu_kernels import as_kernels
 from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.model_inputs import blank_samples
 from steelyard.modules.own_proof import build_planned

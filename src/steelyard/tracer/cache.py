@@ -38,7 +38,7 @@ from steelyard.plan.stages import legal_shapes
 from steelyard.precision import LayerPrecision
 from steelyard.profiles.profile import LayerProfile, Profile, ProfileIdentity
 
-TRACER_VERSION = 11
+TRACER_VERSION = 12
 """Version of the counts; bump when the tracer counts differently."""
 ATTENTION = "sdpa"
 """Attention implementation of transformers that is traced."""
@@ -167,14 +167,14 @@ def cached_trace(
     own: Any = None,
     with_products: bool = False,
     fp32_adapters: bool = False,
-    hub_kernels: bool = False,
+    gpu_kernels: bool = False,
 ) -> Profile:
     """Return the traced profile from the cache folder or the package; trace and store it in the folder if it is new.
 
     ``folder`` defaults to ``$XDG_CACHE_HOME/steelyard/traces`` (``~/.cache`` where unset). A folder that cannot be
     written, or a file in it that cannot be read, only costs time. ``own`` is a user's own module, if the chain is of
     one (`steelyard.modules.own_pieces.OwnModel`). ``with_products`` asks for shapes of matrix products, which the
-    package leaves out; ``fp32_adapters`` and ``hub_kernels`` are as in `steelyard.tracer.layer.TracedLayer`.
+    package leaves out; ``fp32_adapters`` and ``gpu_kernels`` are as in `steelyard.tracer.layer.TracedLayer`.
 
     Raises `NotInstalledError` if the model has to be traced and torch is not installed, and `InvalidModelError` if
     tracing fails on a split from a plan file.
@@ -189,13 +189,13 @@ def cached_trace(
             own=own,
             with_products=with_products,
             fp32_adapters=fp32_adapters,
-            hub_kernels=hub_kernels,
+            gpu_kernels=gpu_kernels,
         )
         return same.model_copy(update={"identity": same.identity.model_copy(update={"precision": precision})})
     folder = folder or default_folder()
     of_any, of_these = (
         folder / f"{_key(chain, seq_len, precision, degrees, fp32_adapters, kernels)}.json"
-        for kernels in ("any", "hub" if hub_kernels else "reference")
+        for kernels in ("any", "gpu" if gpu_kernels else "reference")
     )
     for path in filter(Path.is_file, (of_any, of_these)):
         try:
@@ -212,7 +212,7 @@ def cached_trace(
     packaged = None
     if chain.freeze is None and not chain.changes and not with_products:
         packaged = packaged_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
-    if packaged is not None:
+    if packaged is not None and (gpu_kernels or packaged.identity.packages is None):
         return packaged
     part = f" with {chain.freeze.of} frozen" if chain.freeze else ""
     what = f"the trace of {chain.name}{part} at {seq_len} tokens in {precision} for {max(degrees)} devices per node"
@@ -228,7 +228,7 @@ def cached_trace(
             degrees=degrees,
             own=own,
             fp32_adapters=fp32_adapters,
-            hub_kernels=hub_kernels,
+            gpu_kernels=gpu_kernels,
         )
     keep(of_any if profile.identity.packages is None else of_these, profile.model_dump_json())
     _say_kept(folder)

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 import steelyard.modules.experts  # noqa: F401  registers the products that are counted here
 from steelyard.errors import InvalidModelError
 from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode
-from steelyard.modules.hub_kernels import BACKWARD_FACTOR, kernel_work
+from steelyard.modules.gpu_kernels import BACKWARD_FACTOR, kernel_work
 from steelyard.profiles.profile import Collective
 
 aten = torch.ops.aten

@@ -23,7 +23,7 @@ from steelyard.errors import InvalidModelError, UserError
 from steelyard.model.chain import LayerType, ModelChain
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.modules.build import build_meta_model, prepare_model
-from steelyard.modules.hub_kernels import packages_of
+from steelyard.modules.gpu_kernels import packages_of, run_differently
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.stages import legal_shapes
 from steelyard.plan.strategy import Remat
@@ -88,19 +88,20 @@ def trace(
     degrees: Iterable[int],
     own: OwnModel | None = None,
     fp32_adapters: bool = False,
-    hub_kernels: bool = False,
+    gpu_kernels: bool = False,
 ) -> Profile:
     """Return the traced profile of a model in every shape that parallelism dimensions give its layers at these degrees.
 
-    ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` and ``hub_kernels`` are as in
+    ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` and ``gpu_kernels`` are as in
     `TracedLayer`. A degree that does not divide a layer type's sizes is left out for that layer type.
 
     Raises `UserError` for compiled blocks whose kernels are those of packages, which a block of one function excludes.
     """
     model = build_meta_model(chain) if own is None else own.without_values()
     prepare_model(model, chain)
-    packages = packages_of(model.module if isinstance(model, OwnModel) else model)
-    if packages and hub_kernels and any(change.name == "compile" for change in chain.changes):
+    module = model.module if isinstance(model, OwnModel) else model
+    packages = packages_of(module)
+    if packages and gpu_kernels and any(change.name == "compile" for change in chain.changes):
         raise UserError(
             field="--compile",
             found=f"blocks of {chain.name}, which call kernels of {', '.join(packages)}",
@@ -125,7 +126,7 @@ def trace(
                                 strategy=strategy,
                                 model=model,
                                 fp32_adapters=fp32_adapters,
-                                hub_kernels=hub_kernels,
+                                gpu_kernels=gpu_kernels,
                                 seen=seen,
                             ),
                             layer_type,
@@ -144,7 +145,7 @@ def trace(
             num_devices=1,
             torch=torch.__version__,
             transformers=transformers.__version__,
-            packages=(packages if hub_kernels else ()) if packages else None,
+            packages=(packages if gpu_kernels else ()) if own is not None or run_differently(module) else None,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         ),
         layers=tuple(layers),

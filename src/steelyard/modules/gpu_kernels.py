@@ -1,9 +1,16 @@
-"""Kernels of linear attention, state-space scans and causal convolutions, on fake tensors.
+"""Kernels that run on GPUs and not on CPUs, on fake tensors.
 
-For such layers transformers calls flash-linear-attention, mamba_ssm and causal_conv1d where they are installed, and
-otherwise reference code, which takes several times as long and holds many times as much memory. Training on GPUs takes
-the kernels, which do not run on fake tensors. `as_kernels` therefore replaces the functions that have both by one
-operation each, whose results are those of the reference code:
+Fake tensors are on the CPU, where torch takes some functions apart that are one kernel on GPUs:
+
+- attention that drops entries at random, which on CPUs saves all scores; on GPUs it keeps the state of a random
+  generator and no mask, so that it holds and moves as much as attention without dropout;
+- dropout, whose mask on CPUs has the dtype of its input, and is of one byte per entry on GPUs;
+- `torch.nn.functional.rms_norm`, which is one operation as below.
+
+For linear attention, state-space scans and causal convolutions transformers calls flash-linear-attention, mamba_ssm and
+causal_conv1d where they are installed, and otherwise reference code, which takes several times as long and holds many
+times as much memory. Training on GPUs takes the kernels, which do not run on fake tensors. `as_kernels` therefore
+replaces the functions that have both by one operation each, whose results are those of the reference code:
 
 - forward reads the arguments, writes the results, and saves the arguments for backward;
 - the kernels of one call read and write the factors and results of the batched products of the reference code, in the
@@ -11,7 +18,7 @@ operation each, whose results are those of the reference code:
 - backward does `BACKWARD_FACTOR` times this work, and holds as many gradients.
 
 For the gated delta rule with heads of 128 these are 6.3 KB per token and head: forward 1.13 to 1.37 and backward 0.95
-times the time that flash-linear-attention 0.5 takes in short runs on an H200 (`tests/modules/test_hub_kernels.py`). Not
+times the time that flash-linear-attention 0.5 takes in short runs on an H200 (`tests/modules/test_gpu_kernels.py`). Not
 modelled: kernels that fuse more, such as FlashQLA's or those of mamba_ssm for a whole layer; the matrix of each chunk
 that flash-linear-attention keeps for backward; compiled blocks, which are traced from the reference code.
 """
@@ -28,9 +35,12 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.integrations import hub_kernels
+
+from steelyard.modules.layers import has_dropout
 
 BACKWARD_FACTOR = 2.5
 """Work of a backward pass relative to forward: the gradients of both factors of each product, and half of the forward
@@ -39,16 +49,56 @@ pass again, from the matrix of each chunk that is kept (flash-linear-attention, 
 
 @contextmanager
 def as_kernels() -> Iterator[None]:
-    """Replace the functions of loaded models of transformers that have kernels by one operation each, in this context.
+    """Run functions as one kernel each, as on GPUs, in this context: those of torch named above, and those of loaded
+    models of transformers that have kernels.
 
-    They then run on fake tensors only. Functions that a compiled block or tensors of several ranks enter stay as they
-    are.
+    The latter, and ``rms_norm``, then run on fake tensors only. Functions that a compiled block or tensors of several
+    ranks enter stay as they are.
     """
+    functions = {
+        "scaled_dot_product_attention": _without_dropout(functional.scaled_dot_product_attention),
+        "dropout": _one_kernel_dropout(functional.dropout),
+        "rms_norm": _one_operation(functional.rms_norm),
+    }
     with ExitStack() as stack:
+        for name, function in functions.items():
+            stack.enter_context(mock.patch.object(functional, name, function))
         for module in [each for name, each in sys.modules.items() if name.startswith("transformers.models.")]:
             for name, reference in _references(module):
                 stack.enter_context(mock.patch.object(module, name, _one_operation(reference)))
         yield
+
+
+def run_differently(model: nn.Module) -> bool:
+    """Return whether a model of transformers runs other kernels on GPUs."""
+    norms = any(isinstance(each, nn.RMSNorm) for each in model.modules())
+    return norms or has_dropout(model) or bool(packages_of(model))
+
+
+def _one_kernel_dropout(dropout: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(dropout)
+    def run(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
+        if training and 0 < p < 1 and not inplace:
+            return torch.native_dropout(input, p, training)[0]
+        return dropout(input, p, training, inplace)
+
+    return run
+
+
+def _without_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(attention)
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **names: Any,
+    ) -> Tensor:
+        return attention(query, key, value, attn_mask, 0.0, is_causal, **names)
+
+    return run
 
 
 def as_reference() -> AbstractContextManager[Any]:
