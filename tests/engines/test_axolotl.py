@@ -7,7 +7,7 @@ import yaml
 
 from steelyard.engines import ENGINE_OF_TARGET
 from steelyard.plan.plan import Plan
-from tests.engines.examples import text_of, uniform
+from tests.engines.examples import exported, text_of, uniform
 from tests.engines.known import known_names
 
 HYBRID = uniform("dp2-fsdp4", devices=8, remat="full")
@@ -41,6 +41,14 @@ def test_plain_replication_is_ddp() -> None:
     content = content_of(uniform("dp8", devices=8, remat="full"))
     assert content["gradient_checkpointing"] is True
     assert not any("fsdp" in key or "shard" in key for key in content)
+
+
+def test_weights_are_of_the_type_that_axolotl_loads() -> None:
+    plain = uniform("dp8", devices=8)
+    assert "fp32 weights" in "".join(exported(plain, "axolotl").left_out)
+    in_bf16 = plain.model_copy(update={"levers": {"weights": "bf16"}})
+    assert "fp32 weights" not in "".join(exported(in_bf16, "axolotl").left_out)
+    assert yaml.safe_load(text_of(in_bf16, "accelerate", ".yaml"))["mixed_precision"] == "no"
 
 
 def test_names_are_those_of_its_schemas() -> None:

@@ -90,6 +90,7 @@ def test_shards_are_accelerates_and_recomputation_is_the_trainers() -> None:
         ({"train": LORA, "base": "nf4", "optimizer": "adamw-8bit"}, ONE, Settings(zero=0, remat=Remat.FULL)),
         ({"train": "lora:r=16,rslora"}, EIGHT, Settings(zero=0, micro_batch=2)),
         ({}, EIGHT, Settings(zero=0, micro_batch=2, remat=Remat.FULL)),
+        ({"weights": "bf16"}, EIGHT, Settings(zero=0, micro_batch=2, remat=Remat.FULL)),
     ],
 )
 def test_what_is_written_is_read_again(
@@ -120,10 +121,16 @@ def test_its_own_example_is_read_as_it_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"deepspeed": "ds_z3_config.json"}, r"deepspeed: found ds_z3_config.json[\s\S]*--from ds_config.json"),
-        ({"fsdp": "full_shard auto_wrap"}, "file of accelerate launch"),
+        (
+            {"deepspeed": "ds_z3_config.json"},
+            r"deepspeed: found ds_z3_config.json[\s\S]*a file in the working directory",
+        ),
         ({"use_unsloth": True}, "no price"),
-        ({"pure_bf16": True}, "--weights bf16"),
+        ({"stage": "dpo"}, "stage: found dpo"),
+        ({"do_train": False, "do_predict": True}, "stage: found sft without do_train"),
+        ({"use_galore": True}, "use_galore: found True"),
+        ({"tensor_model_parallel_size": 2}, "starts Megatron"),
+        ({"quantization_method": "hqq"}, r"quantization_bit: found 4 \(hqq\)"),
         ({"finetuning_type": "freeze"}, "finetuning_type: found freeze"),
         ({"quantization_bit": 8}, "quantization_bit: found 8"),
         ({"per_device_train_batch_size": "auto"}, "whole number of 1 or more"),

@@ -468,6 +468,7 @@ def test_axolotls_yaml_is_read_as_it_runs(tmp_path: Path) -> None:
     [
         ({}, CLUSTER, Settings(zero=3, sp=False, remat=Remat.FULL, micro_batch=2)),
         ({"offload": "parameters"}, CLUSTER, Settings(zero=3, sp=False)),
+        ({"weights": "bf16"}, CLUSTER, Settings(zero=0, sp=False)),
         ({"train": LORA_OF_AXOLOTL, "base": "nf4", "optimizer": "adamw-8bit"}, "1x1xrtx-4090", Settings(zero=0)),
     ],
 )
@@ -558,9 +559,9 @@ def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: P
         ("mine.yaml", "step_scheduler: {local_batch_size: 1}", "--from"),
         ("mine.yaml", "a: [", "--from"),
         ("mine.yaml", "- 1", "--from"),
-        ("mine.yaml", "micro_batch_size: 1\ndeepspeed: zero3.json", "deepspeed"),
-        ("mine.yaml", "micro_batch_size: 1\nload_in_8bit: true", "load_in_8bit"),
-        ("mine.yaml", "micro_batch_size: 1", "--seq-len"),
+        ("mine.yaml", "sequence_len: 8\ndeepspeed: zero3.json", "deepspeed"),
+        ("mine.yaml", "sequence_len: 8\nload_in_8bit: true", "load_in_8bit"),
+        ("mine.yaml", "sequence_len: auto\nmicro_batch_size: 1", "sequence_len"),
         ("mine.txt.other", "", "--from"),
         ("mine.sh", "--global-batch-size 64", "--seq-len"),
         ("mine.sh", "--seq-length 4096", "--global-batch"),

@@ -13,7 +13,7 @@ import yaml
 
 from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
-from steelyard.engines.engine import Engine
+from steelyard.engines.engine import Engine, Entries
 from steelyard.engines.execution import Execution
 from steelyard.engines.writing import (
     RENDEZVOUS_PORT,
@@ -24,7 +24,9 @@ from steelyard.engines.writing import (
     UniformPlan,
     refuse_as_transformers,
 )
+from steelyard.errors import UserError
 from steelyard.levers.optimizer import Optimizer
+from steelyard.levers.weights import Weights
 from steelyard.model.family import Task
 from steelyard.plan.strategy import Remat
 from steelyard.units import format_plural
@@ -74,6 +76,8 @@ def _write(request: Request) -> Draft:
         recomputed = "model.config.use_cache = False (recomputed blocks would add to the cache again)"
         usage.append(f"in train.py: {recomputed if view.fsdp > 1 else 'model.gradient_checkpointing_enable()'}")
     usage += peft.model_usage(levers, view.precision)
+    if not levers.value(Weights).is_default:
+        usage.append("in train.py: from_pretrained(..., dtype='bfloat16') (mixed precision would keep fp32 weights)")
     if (word := str(levers.value(Optimizer))) in OPTIMIZERS:
         usage.append(f"in train.py: the optimizer is {OPTIMIZERS[word]}")
     if request.cluster is None:
@@ -98,10 +102,11 @@ def kept_gathered(request: Request) -> list[str]:
 
 def launch_config(request: Request, view: UniformPlan) -> dict[str, Any]:
     """Return the file of ``accelerate launch``."""
+    weights = request.plan.chosen_levers.value(Weights)
     content: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if view.fsdp > 1 else "MULTI_GPU" if view.dp > 1 else "NO",
-        "mixed_precision": "no" if view.precision == "fp32" else view.precision,
+        "mixed_precision": view.precision if view.precision != "fp32" and weights.is_default else "no",
         "num_machines": request.cluster.num_nodes if request.cluster else 1,
         "num_processes": request.plan.num_devices,
         "machine_rank": 0,
@@ -128,13 +133,47 @@ def launch_config(request: Request, view: UniformPlan) -> dict[str, Any]:
     return content
 
 
+_SHARDS = {"shard_grad_op": 2, "2": 2, "no_shard": 0, "3": 0}
+"""ZeRO stages of strategies of FSDP1 other than full_shard, by name and by accelerate's number."""
+FSDP_DETAILS = (
+    r"fsdp_version|fsdp_config\.(fsdp_)?(version|.*wrap.*|.*state_dict_type|cpu_ram_efficient_loading|min_num_params|"
+    r"sync_module_states|use_orig_params|limit_all_gathers|(backward|forward)_prefetch.*|cpu_offload_pin_memory)"
+)
+"""Entries of FSDP that change neither shards nor memory by much."""
+
+
+def read_fsdp(entries: Entries) -> tuple[int, bool]:
+    """Return the ZeRO stage of ``fsdp`` and ``fsdp_config`` in a file, and whether they offload parameters.
+
+    Raises `UserError` for hybrid sharding of FSDP1, which does not state the number of replicas.
+    """
+    given, parts = entries.get("fsdp", default=()), ("fsdp_config.", "fsdp_config.fsdp_")
+    entries.skip_like(FSDP_DETAILS)
+    is_sharded = bool(given) or any(name.startswith(parts) for name in entries.values)
+    strategies = [
+        entries.get(*(f"{part}{name}" for part in parts)) for name in ("sharding_strategy", "reshard_after_forward")
+    ]
+    words = given if isinstance(given, list | tuple) else str(given).split()
+    words = [str(word).lower() for word in (*words, *strategies)]
+    if hybrid := next((word for word in words if word.startswith("hybrid")), None):
+        raise UserError(
+            field="fsdp",
+            found=hybrid,
+            expected="full_shard, shard_grad_op or no_shard: FSDP1's file does not state the replicas of hybrid shards",
+            hint="write full_shard, or FSDP2's dp_replicate_size if the trainer reads it",
+        )
+    stage = 2 if strategies[-1] is False else next((_SHARDS[word] for word in words if word in _SHARDS), 3)
+    offloads = bool(entries.get(*(f"{part}offload_params" for part in parts))) or "offload" in words
+    return stage if is_sharded else 0, offloads and is_sharded
+
+
 ACCELERATE = Engine(
     name="accelerate",
     capabilities=CAPABILITIES,
     execution=Execution(whole_gradients="always", shares_head=True),
     precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_as_transformers("accelerate", chain),
-    levers={**peft.LEVERS, "offload": peft.OFFLOAD},
+    levers={**peft.LEVERS, "offload": peft.OFFLOAD, "weights": peft.WEIGHTS},
     targets=(
         Target(
             name="accelerate",

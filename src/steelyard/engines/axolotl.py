@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from steelyard.engines import peft
-from steelyard.engines.accelerate import ACCELERATE, kept_gathered
+from steelyard.engines import deepspeed, peft
+from steelyard.engines.accelerate import ACCELERATE, kept_gathered, read_fsdp
 from steelyard.engines.engine import Entries, FileSettings, Reader, Settings, yaml_values
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan
 from steelyard.errors import UserError
@@ -32,6 +32,7 @@ def _write(request: Request) -> Draft:
         files=(("axolotl.yaml", yaml.safe_dump(_content(view) | _levers(levers), sort_keys=False)),),
         left_out=(
             f"the model: add base_model, a Hugging Face ID or folder with the config of {request.plan.model.name}",
+            *([_LOADED] if view.fsdp == 1 and not {"train", "weights"} & levers.texts.keys() else ()),
             "datasets, learning rate and number of steps: add them to the file",
             *(kept_gathered(request) if view.fsdp > 1 else ()),
             *peft.left_out(levers),
@@ -41,6 +42,7 @@ def _write(request: Request) -> Draft:
     )
 
 
+_LOADED = "fp32 weights: outside FSDP axolotl trains them in the type it loads, bf16 (priced with --weights bf16)"
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 
@@ -91,74 +93,136 @@ def _content(view: UniformPlan) -> dict[str, Any]:
 
 
 _OF_TRAINING = (
-    r"base_model.*|.*tokenizer.*|tokens|special_tokens.*|chat_template.*|(test_)?datasets|dataset_.*|val_set_size|"
-    r"output_dir|loss_watchdog_.*|.*learning_rate.*|lr_.*|weight_decay|warmup_.*|num_epochs|max_steps|max_grad_norm|"
-    r"(evals?|saves?|logging|wandb|hub|mlflow|comet|swanlab|early|resume|auto_resume|dataloader|shuffle|ddp)_.*|"
-    r"adam_.*|seed|train_on_inputs|group_by_length|strict|debug|local_rank|tf32|pad_to_sequence_len|trust_remote_code|"
-    r"model_type|is_.*_model|gradient_checkpointing_kwargs.*|(flash|sdp|xformers)_attention|attn_implementation|"
-    r"lora_model_dir|"
-    r"fsdp_version|fsdp_config\.(fsdp_)?(version|auto_wrap_policy|state_dict_type|final_state_dict_type|"
-    r"cpu_ram_efficient_loading|transformer_layer_cls_to_wrap|sync_module_states|use_orig_params|limit_all_gathers)"
+    r"base_model.*|.*tokenizer.*|tokens.*|(special|eot)_tokens.*|chat_template.*|((test|pretraining)_)?datasets?|"
+    r"dataset_.*|val_set_size|output_dir|loss_watchdog_.*|.*learning_rate.*|(lr|cosine)_.*|weight_decay|warmup_.*|"
+    r"num_epochs|max_steps|max_grad_norm|adam_.*|seed|train_on_inputs|group_by_length|strict|debug|local_rank|tf32|"
+    r"(evals?|evaluation|saves?|logging|wandb|hub|hf|mlflow|comet|swanlab|early|resume|auto_resume|dataloader|shuffle|"
+    r"ddp|use_(wandb|tensorboard|mlflow))(_.*)?|pad_to_sequence_len|trust_remote_code|device_map|low_cpu_mem_usage|"
+    r"model_type|is_.*_model|gradient_checkpointing_kwargs.*|(flash|sdp|xformers|flex)_attention|attn_implementation|"
+    r"processor_type|cls_model_config|lora_model_dir|lora_fan_in_fan_out|plugins|accelerator_config.*|skip_prepare_dataset|"
+    r"min_sample_len|revision_of_model|.*otel.*"
 )
 """Entries about data, learning rates, evaluation, checkpoints and logs, and about attention in one kernel."""
-_NEAR = {"adamw_bnb_8bit": "adamw-8bit", "adamw_8bit": "adamw-8bit", "paged_adamw_8bit": "adamw-8bit"}
-"""Optimizers of bitsandbytes that are priced as torchao's."""
-_OFFLOADED = ("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params")
+_SUPERVISED = "next-token training of all parameters or adapters"
+_NO_PRICE = "leave it out to price the run without it"
 _REFUSED = {
-    "deepspeed": ("FSDP or DDP, because ZeRO stands in a file of its own", "read that file: --from ds_config.json"),
-    "load_in_8bit": ("load_in_4bit, or 16 bits: LLM.int8() has no price", "change it in the file"),
+    "rl": (f"{_SUPERVISED}: pairs, reference models and generated samples have no price", _NO_PRICE),
+    **dict.fromkeys(("reward_model", "process_reward_model"), (f"{_SUPERVISED}: rewards have no price", _NO_PRICE)),
+    **dict.fromkeys(("kd_trainer", "diffusion", "ebft"), (f"{_SUPERVISED}, with its usual loss", _NO_PRICE)),
+    "load_in_8bit": (
+        "load_in_4bit, or 16 bits: LLM.int8() has no price",
+        "write load_in_4bit: true for a smaller base, or load_in_8bit: false for a larger one",
+    ),
+    **dict.fromkeys(("gptq", "quantize_moe_experts"), ("a base in 16 bits, or linear layers in nf4", _NO_PRICE)),
+    **dict.fromkeys(("qat", "use_onebitllms"), ("weights that are not quantized in training", _NO_PRICE)),
+    **dict.fromkeys(("unfrozen_parameters", "spectrum_top_fraction", "lisa_n_layers"), (_SUPERVISED, _NO_PRICE)),
 }
+_REFUSED_ADAPTERS = dict.fromkeys(
+    ("lora_modules_to_save", "lora_target_parameters", "peft_layers_to_transform"),
+    ("adapters alone, of linear layers in all blocks", _NO_PRICE),
+)
+_WHOLE_LOSS = ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "liger_cross_entropy", "chunked_cross_entropy")
 
 
-def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSettings:
-    for name, (expected, hint) in _REFUSED.items():
-        if found := entries.get(name):
-            raise UserError(field=name, found=str(found), expected=expected, hint=hint)
+def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
+    entries.refuse(_REFUSED)
     entries.skip_like(_OF_TRAINING)
-    entries.skip(*(name for name, value in entries.values.items() if value is False))
-    sharding = entries.get("fsdp", "dp_shard_size")
-    is_sharded = sharding or any(name.startswith("fsdp_config.") for name in entries.values)
-    keeps = entries.get("fsdp_config.reshard_after_forward", "fsdp_config.fsdp_reshard_after_forward") is False
-    recomputing = "fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"
-    is_recomputed = bool(entries.get("gradient_checkpointing")) or bool(entries.get(*recomputing))
-    levers = _levers_of(entries)
-    optimizer = str(entries.get("optimizer", default="adamw_torch_fused"))
-    word = {**peft.OPTIMIZERS, **_NEAR}.get(optimizer, "adamw")
-    levers |= {"optimizer": word} if word != "adamw" else {}
-    unlike = [] if optimizer in peft.OPTIMIZERS else [f"optimizer {optimizer} (priced as {word})"]
+    entries.skip(*(name for name, value in entries.values.items() if value is False or value == []))
+    is_recomputed, unlike = _recomputation(entries)
+    zero, is_offloaded = read_fsdp(entries)
+    with_deepspeed = entries.get("deepspeed")
+    is_half = bool(entries.get("fp16", "float16"))
+    precision = "bf16" if entries.get("bf16", "bfloat16", default=not is_half) else "fp16" if is_half else "fp32"
+    levers = {"offload": "parameters"} if is_offloaded else {}
+    levers |= _adapters(entries, unlike)
+    optimizer, remarks = peft.optimizer_of_file(entries, "optimizer")
+    levers |= optimizer
+    unlike += remarks
+    if precision == "bf16" and not (zero or with_deepspeed or "train" in levers or "adafactor" in optimizer.values()):
+        levers["weights"] = "bf16"
+    unlike += [*_of_kernels(entries), *peft.remarks_on_base(entries, "base_model", levers)]
+    peft.refuse_sharded_base("fsdp_config", levers, zero=zero)
     unlike += [] if entries.get("sample_packing") else ["sample_packing, which is off (priced with full sequences)"]
-    micro_batch, steps = entries.number("micro_batch_size"), entries.number("gradient_accumulation_steps")
-    kinds = [entries.get(*names) for names in (("bf16", "bfloat16"), ("fp16", "float16"))]
-    return FileSettings(
+    tp = entries.number("tensor_parallel_size")
+    cp = entries.number("context_parallel_size", "sequence_parallel_degree")
+    micro_batch = entries.number("micro_batch_size")
+    steps = max(entries.number("batch_size", default=micro_batch) // micro_batch, 1)
+    steps = entries.number("gradient_accumulation_steps", default=steps)
+    found = FileSettings(
         settings=Settings(
-            cp=entries.number("context_parallel_size", "sequence_parallel_degree"),
-            tp=entries.number("tensor_parallel_size"),
+            cp=cp,
+            tp=tp,
+            ep=entries.number("expert_parallel_size"),
             micro_batch=micro_batch,
-            zero=(2 if keeps else 3) if is_sharded and num_devices > 1 else 0,
-            replicas=entries.number("dp_replicate_size"),
+            zero=zero if num_devices > 1 else 0,
+            replicas=_replicas(entries, num_devices // (tp * cp)),
             sp=False,
             remat=Remat.FULL if is_recomputed else Remat.NONE,
         ),
-        global_batch=micro_batch * steps * num_devices,
-        seq_len=entries.number_or_none("sequence_len"),
-        precision="bf16" if kinds[0] else "fp16" if kinds[1] else "fp32",
+        global_batch=micro_batch * steps * num_devices // (tp * cp),
+        seq_len=entries.number("sequence_len", default=512),
+        precision=precision,
         levers=levers,
         unread=(*entries.unread, *unlike),
     )
+    return deepspeed.read_beside(entries, chain, num_devices, found) if with_deepspeed else found
 
 
-def _levers_of(entries: Entries) -> dict[str, str]:
-    """Return adapters, their base and offload as texts of levers."""
-    found = {"offload": "parameters"} if entries.get(*_OFFLOADED) else {}
+def _recomputation(entries: Entries) -> tuple[bool, list[str]]:
+    """Return whether blocks are recomputed, and remarks on activations that the trainer keeps elsewhere."""
+    names = [f"fsdp_config.{prefix}activation_checkpointing" for prefix in ("", "fsdp_")]
+    word, sharded = entries.get("gradient_checkpointing"), entries.get(*names)
+    offloads = entries.get("activation_offloading") or (word if isinstance(word, str) else None)
+    remarks = [f"activation offloading {offloads} (priced with inputs of blocks on the device)"] if offloads else []
+    return bool(word) or bool(sharded), remarks
+
+
+def _replicas(entries: Entries, ranks: int) -> int:
+    """Return the number of groups that shard states. Raises `UserError` if their sizes do not fill the ranks."""
+    shards, replicas = entries.number_or_none("dp_shard_size"), entries.number_or_none("dp_replicate_size")
+    if shards is not None and shards * (replicas or max(ranks // shards, 1)) != ranks:
+        raise UserError(
+            field="dp_shard_size",
+            found=f"{shards}{f' with dp_replicate_size {replicas}' if replicas else ''} for {ranks} data ranks",
+            expected="sizes whose product is the number of data ranks",
+            hint="correct the file, or --cluster",
+        )
+    return replicas or (ranks // shards if shards else 1)
+
+
+def _of_kernels(entries: Entries) -> list[str]:
+    """Return remarks on plugins and kernels that have no price."""
+    plugins = [str(each).rpartition(".")[2] for each in entries.get("plugins", default=[])]
+    known = ("LigerPlugin", "CutCrossEntropyPlugin", "SwanLabPlugin", "LMEvalPlugin")
+    found = [f"plugin {each}" for each in plugins if each not in known]
+    cuts = "CutCrossEntropyPlugin" in plugins and entries.get("cut_cross_entropy", default=True)
+    entries.skip(*_WHOLE_LOSS)
+    if cuts or any(entries.values.get(name) for name in _WHOLE_LOSS):
+        found.append("a loss without whole logits (priced with them, which take more memory)")
+    return found
+
+
+def _adapters(entries: Entries, unlike: list[str]) -> dict[str, str]:
+    """Return adapters and their base as texts of levers; add to ``unlike`` how a pattern of targets was read."""
     adapter = entries.get("adapter")
     if adapter is None:
-        return found
+        entries.skip_like(r"(lora|peft)_.*")
+        return {}
+    entries.refuse(_REFUSED_ADAPTERS)
+    if adapter not in ("lora", "qlora"):
+        raise UserError(field="adapter", found=str(adapter), expected="lora or qlora", hint=_NO_PRICE)
     targets = entries.get("lora_target_modules", default=ALL_LINEAR)
-    named = "+".join(map(str, targets)) if isinstance(targets, list) else str(targets)
-    return found | peft.words_of_file(
+    if entries.get("lora_target_linear") or targets == ALL_LINEAR:
+        named = ALL_LINEAR
+    elif isinstance(targets, list):
+        named = "+".join(map(str, targets))
+    else:
+        named = peft.names_in_pattern("lora_target_modules", str(targets))
+        unlike.append(f"lora_target_modules, a pattern (priced as {named} in the whole model)")
+    return peft.words_of_file(
         rank=entries.get("lora_r", default=8),
         alpha=entries.get("lora_alpha", default=16),
-        targets=ALL_LINEAR if entries.get("lora_target_linear") else named,
+        targets=named,
         dropout=entries.get("lora_dropout", default=0),
         rslora=entries.get("peft_use_rslora"),
         dora=entries.get("peft_use_dora"),

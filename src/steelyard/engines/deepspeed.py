@@ -155,6 +155,9 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
     entries.skip("expert_parallel.preset_model")
     if entries.values.get(_BUCKET_ENTRY) in (_BUCKET_SIZE, "auto"):
         entries.skip(_BUCKET_ENTRY)
+    if str(entries.values.get("optimizer.type")).lower() in ("adam", "adamw"):
+        entries.skip("optimizer.type")
+    entries.skip(*(name for name, value in entries.values.items() if value == "auto" and "stage3_" in name))
     tp = entries.number("tensor_parallel.autotp_size")
     zero = entries.number("zero_optimization.stage", default=0, least=0)
     micro_batch = entries.number("train_micro_batch_size_per_gpu")
@@ -178,6 +181,37 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
         precision=on[0] if on else "bf16" if is_open else "fp32",
         levers=_offload(entries, zero),
         unread=(*entries.unread, *(["the precision, which is auto (priced in bf16)"] if is_open else [])),
+    )
+
+
+def read_beside(entries: Entries, chain: ModelChain, num_devices: int, told: FileSettings) -> FileSettings:
+    """Return the settings of a trainer's file whose entry ``deepspeed`` names DeepSpeed's JSON file.
+
+    ``told`` holds the rest of the trainer's file; the trainer fills in its values for those that are "auto". Raises
+    `UserError` if there is no such file, or if it cannot be priced.
+    """
+    micro_batch, ranks = told.settings.micro_batch, num_devices // (told.settings.tp * told.settings.cp)
+    assert told.global_batch is not None, "a trainer's file has a batch"
+    values = _values(entries.text_of("deepspeed"))
+    filled = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": told.global_batch // (micro_batch * ranks),
+        **{f"{name}.enabled": told.precision == name for name in ("bf16", "fp16")},
+    }
+    filled = {name: value for name, value in filled.items() if values.get(name, "auto") == "auto"}
+    found = _read(Entries({**values, **filled}), chain, num_devices)
+    zero, remarks = found.settings.zero, []
+    if "base" in told.levers and zero in (1, 2):  # which leave parameters whole
+        zero, remarks = 0, [f"ZeRO {zero} of adapters (priced with their small states replicated)"]
+    peft.refuse_sharded_base("deepspeed", told.levers, zero=zero)
+    return replace(
+        told,
+        settings=replace(found.settings, cp=told.settings.cp, remat=told.settings.remat, zero=zero),
+        global_batch=found.global_batch,
+        precision=found.precision,
+        levers={**told.levers, **found.levers},
+        unread=(*told.unread, *found.unread, *remarks),
+        engine=DEEPSPEED,
     )
 
 

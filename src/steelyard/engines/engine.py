@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,6 +19,7 @@ from steelyard.engines.capabilities import Capabilities, Dimensions
 from steelyard.engines.execution import OURS, Execution
 from steelyard.engines.writing import Target
 from steelyard.errors import UserError, nearest
+from steelyard.files import read_text
 from steelyard.levers import Lever, Levers
 from steelyard.levers.lever import Effects, Result
 from steelyard.model.chain import ModelChain
@@ -70,6 +72,8 @@ class FileSettings:
     """Values of levers as text, by name."""
     options: tuple[str, ...] = ()
     """Options of the engine; those that change nothing of its execution do not count."""
+    engine: "Engine | None" = None
+    """Engine that the file gives the training to; None for the one that reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +89,7 @@ class Reader:
     """Function that returns the settings that these values are, given the model and the number of devices. Raises
     `UserError` if they are invalid."""
     mark: str = ""
-    """Text in every such file, which tells it from files of other engines with the same suffix."""
+    """Text in every such file, which tells it from other files with the same suffix; empty if the suffix is enough."""
     untold: tuple[str, ...] = ()
     """Names of levers that such files cannot state; a note says the assumed values."""
 
@@ -125,8 +129,8 @@ def yaml_values(software: str) -> Callable[[str], Mapping[str, Any]]:
 class Entries:
     """Named values of a file that record which of them were read."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values, self._read, self._skipped = values, set[str](), set[str]()
+    def __init__(self, values: Mapping[str, Any], path: Path | None = None) -> None:
+        self.values, self._path, self._read, self._skipped = values, path, set[str](), set[str]()
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Return the value of the first of these names that the file has."""
@@ -140,6 +144,31 @@ class Entries:
     def skip_like(self, pattern: str) -> None:
         """Note as `skip` all names that match a regular expression."""
         self.skip(*(name for name in self.values if re.fullmatch(pattern, name)))
+
+    def refuse(self, refused: Mapping[str, tuple[str, str]]) -> None:
+        """Raise `UserError` for the first entry that is set: these map it to what was expected, and to a hint."""
+        for name, (expected, hint) in refused.items():
+            found = {each: value for each, value in self.values.items() if each.partition(".")[0] == name and value}
+            if found:
+                value = found.get(name, ", ".join(each.partition(".")[2] for each in found))
+                raise UserError(field=name, found=str(value), expected=expected, hint=hint)
+
+    def text_of(self, name: str) -> str:
+        """Return the text of the file that an entry names: in a folder of this file's path, or the working directory.
+
+        Raises `UserError` if there is none.
+        """
+        named = str(self.get(name))
+        folders = [] if self._path is None else self._path.resolve().parents
+        try:
+            return read_text(next(filter(Path.is_file, (folder / named for folder in (Path(), *folders)))))
+        except (StopIteration, OSError, ValueError):
+            raise UserError(
+                field=name,
+                found=named,
+                expected="a file in the working directory, the folder of the settings file or one above it",
+                hint="copy it there, or write its path into the file",
+            ) from None
 
     def number(self, *names: str, default: int = 1, least: int = 1) -> int:
         """Return that value as a whole number of ``least`` or more. Raises `UserError` if it is none."""

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from steelyard.engines import peft
-from steelyard.engines.accelerate import ACCELERATE, kept_gathered, launch_config
+from steelyard.engines import deepspeed, peft
+from steelyard.engines.accelerate import ACCELERATE, kept_gathered, launch_config, read_fsdp
 from steelyard.engines.capabilities import dimensions_of
 from steelyard.engines.engine import Entries, FileSettings, Reader, Settings, yaml_values
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan
@@ -25,6 +25,7 @@ from steelyard.errors import UserError
 from steelyard.levers import Levers
 from steelyard.levers.quantized_base import QuantizedBase
 from steelyard.levers.train import ALL_LINEAR, Train
+from steelyard.levers.weights import Weights
 from steelyard.model.chain import ModelChain
 from steelyard.plan.strategy import Remat
 
@@ -39,7 +40,8 @@ _BASE = {
 
 def _write(request: Request) -> Draft:
     view, levers = UniformPlan.of(request.plan), request.plan.chosen_levers
-    files = [(_FILE, yaml.safe_dump(_content(view) | _levers(levers), sort_keys=False))]
+    content = _content(view, is_pure=not levers.value(Weights).is_default) | _levers(levers)
+    files = [(_FILE, yaml.safe_dump(content, sort_keys=False))]
     left_out = [
         f"the model: add model_name_or_path, an ID or folder with the config of {request.plan.model.name}",
         "dataset, template, output_dir, learning rate and number of steps: add them to the file",
@@ -65,7 +67,7 @@ def _write(request: Request) -> Draft:
     )
 
 
-def _content(view: UniformPlan) -> dict[str, Any]:
+def _content(view: UniformPlan, *, is_pure: bool) -> dict[str, Any]:
     return {
         "stage": "sft",
         "do_train": True,
@@ -75,7 +77,8 @@ def _content(view: UniformPlan) -> dict[str, Any]:
         "flash_attn": "fa2",
         "per_device_train_batch_size": view.microbatch_per_rank,
         "gradient_accumulation_steps": view.pipeline.num_microbatches,
-        "bf16": view.precision == "bf16",
+        "bf16": view.precision == "bf16" and not is_pure,
+        **({"pure_bf16": True} if is_pure else {}),
         "fp16": view.precision == "fp16",
         "disable_gradient_checkpointing": view.remat is not Remat.FULL,
         "use_reentrant_gc": False,
@@ -100,49 +103,85 @@ def _levers(levers: Levers) -> dict[str, Any]:
 
 
 _OF_TRAINING = (
-    r"model_name_or_path|trust_remote_code|stage|do_.*|.*dataset.*|template|max_samples|output_dir|overwrite_.*|"
+    r"model_name_or_path|trust_remote_code|do_.*|.*dataset.*|template|max_samples|output_dir|overwrite_.*|"
     r"preprocessing_.*|dataloader_.*|tokenized_path|(logging|save|eval)_.*|plot_loss|report_to|run_name|"
     r"per_device_eval_batch_size|val_size|learning_rate|num_train_epochs|max_steps|lr_.*|warmup_.*|weight_decay|adam_.*|"
-    r"max_grad_norm|ddp_.*|resume_.*|seed|tf32|flash_attn|use_reentrant_gc|train_on_prompt|mask_history|"
-    r"enable_thinking|swanlab_.*|use_swanlab|predict_with_generate|quantization_(method|type)|double_quantization"
+    r"max_grad_norm|ddp_.*|resume_.*|seed|tf32|flash_attn|use_reentrant_gc|train_on_prompt|mask_history|(loraplus|pissa)_.*|"
+    r"enable_thinking|swanlab_.*|use_swanlab|predict_with_generate|quantization_type|double_quantization|ray_.*|"
+    r"include_.*|remove_unused_columns|(image|video)_.*|cache_dir|use_fast_tokenizer|adapter_name_or_path"
 )
 """Entries about data, learning rates, evaluation, checkpoints and logs, and about attention in one kernel."""
+_NO_PRICE = "leave it out to price the run without it"
 _REFUSED = {
-    "deepspeed": ("DDP, because ZeRO stands in a file of its own", "read that file: --from ds_config.json"),
-    "fsdp": ("DDP, or FSDP from a file of accelerate launch", "price it: steelyard price --engine accelerate --zero 3"),
-    "use_unsloth": ("peft's own adapters: unsloth's kernels have no price", "leave it out of the file"),
-    "pure_bf16": ("fp32 for trained parameters, which the engine has", "price --weights bf16 without --engine"),
+    **dict.fromkeys(("use_unsloth", "use_unsloth_gc"), ("peft's own adapters: unsloth has no price", _NO_PRICE)),
+    **dict.fromkeys(
+        ("use_badam", "use_galore", "use_apollo", "use_adam_mini", "use_muon"),
+        ("an optimizer of transformers that has a price (optim)", "leave it out to price optim"),
+    ),
+    **dict.fromkeys(
+        ("use_llama_pro", "mixture_of_depths", "additional_target"),
+        ("training of all parameters, or adapters of linear layers alone", _NO_PRICE),
+    ),
+    **dict.fromkeys(
+        ("use_mca", "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+        ("transformers' trainer: the file starts Megatron", "price it: steelyard price --engine megatron"),
+    ),
+    "use_kt": ("transformers' own modules: experts on the host have no price", _NO_PRICE),
+    "use_asft_loss": ("a loss without a reference model", _NO_PRICE),
 }
+_STAGES = ("sft", "pt")
 
 
-def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSettings:
-    for name, (expected, hint) in _REFUSED.items():
-        if found := entries.get(name):
-            raise UserError(field=name, found=str(found), expected=expected, hint=hint)
+def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
+    stage = entries.get("stage", default="sft")
+    if stage not in _STAGES or not entries.get("do_train", default=not entries.values.get("do_predict")):
+        raise UserError(
+            field="stage",
+            found=f"{stage}{' without do_train' if stage in _STAGES else ''}",
+            expected="training of the next token (sft or pt, with do_train: true): pairs, rewards, references and "
+            "generated samples have no price",
+            hint="write stage: sft and do_train: true to price supervised training",
+        )
+    entries.refuse(_REFUSED)
     entries.skip_like(_OF_TRAINING)
     entries.skip(*(name for name, value in entries.values.items() if value is False))
     is_kept = entries.get("disable_gradient_checkpointing") is True
-    optimizer = str(entries.get("optim", default="adamw_torch_fused"))
-    word = peft.OPTIMIZERS.get(optimizer, "adamw")
-    unlike = [] if optimizer in peft.OPTIMIZERS else [f"optim {optimizer} (priced as {word})"]
+    zero, is_offloaded = read_fsdp(entries)
+    levers, unlike = peft.optimizer_of_file(entries, "optim")
+    levers = {**_levers_of(entries), **levers, **({"offload": "parameters"} if is_offloaded else {})}
+    if is_pure := bool(entries.get("pure_bf16")):
+        levers |= {} if "train" in levers else {"weights": "bf16"}
+        unlike += ["pure_bf16 of adapters (priced in fp32)"] if "train" in levers else []
+    unlike += peft.remarks_on_base(entries, "model_name_or_path", levers)
+    peft.refuse_sharded_base("fsdp", levers, zero=zero)
+    if entries.get("enable_liger_kernel"):
+        unlike.append("enable_liger_kernel (priced with transformers' kernels and whole logits: more memory)")
     unlike += [] if entries.get("neat_packing", "packing") else ["packing, which is off (priced with full sequences)"]
     micro_batch = entries.number("per_device_train_batch_size", default=8)
     steps = entries.number("gradient_accumulation_steps")
-    return FileSettings(
-        settings=Settings(micro_batch=micro_batch, zero=0, remat=Remat.NONE if is_kept else Remat.FULL),
+    found = FileSettings(
+        settings=Settings(
+            micro_batch=micro_batch,
+            zero=zero if num_devices > 1 else 0,
+            remat=Remat.NONE if is_kept else Remat.FULL,
+        ),
         global_batch=micro_batch * steps * num_devices,
         seq_len=entries.number("cutoff_len", default=2048),
-        precision="bf16" if entries.get("bf16") else "fp16" if entries.get("fp16") else "fp32",
-        levers={**_levers_of(entries), **({"optimizer": word} if word != "adamw" else {})},
-        unread=(*entries.unread, *unlike),
+        precision="bf16" if is_pure or entries.get("bf16") else "fp16" if entries.get("fp16") else "fp32",
+        levers=levers,
+        unread=(),
     )
+    has_json = entries.get("deepspeed")
+    found = replace(found, unread=(*entries.unread, *unlike))
+    return deepspeed.read_beside(entries, chain, num_devices, found) if has_json else found
 
 
 def _levers_of(entries: Entries) -> dict[str, str]:
     """Return adapters and their base as texts of levers."""
     kind, bits = entries.get("finetuning_type", default="lora"), entries.get("quantization_bit")
-    if kind not in ("full", "lora") or bits not in (None, 4):
-        name, found = ("quantization_bit", bits) if kind == "lora" else ("finetuning_type", kind)
+    method = entries.get("quantization_method", default="bnb") if bits else "bnb"
+    if kind not in ("full", "lora") or bits not in (None, 4) or method not in ("bnb", "bitsandbytes"):
+        name, found = ("quantization_bit", f"{bits} ({method})") if kind == "lora" else ("finetuning_type", kind)
         expected = "full or lora, with a base in 16 bits or in 4 (quantization_bit: 4)"
         raise UserError(field=name, found=str(found), expected=expected, hint="change it in the file")
     if kind == "full":
@@ -162,9 +201,7 @@ def _levers_of(entries: Entries) -> dict[str, str]:
 ENGINE = replace(
     ACCELERATE,
     capabilities=replace(ACCELERATE.capabilities, dimensions=dimensions_of("dp", "fsdp")),
-    reader=Reader(
-        suffixes=(".yaml", ".yml"), values=yaml_values("LLaMA-Factory"), read=_read, mark="per_device_train_batch_size"
-    ),
+    reader=Reader(suffixes=(".yaml", ".yml"), values=yaml_values("LLaMA-Factory"), read=_read, mark="finetuning_type"),
     levers=peft.FILE_LEVERS,
 )
 """accelerate with the plans and levers that the file supports."""

@@ -17,12 +17,15 @@ Names are those of peft 0.21.2 (``tuners/lora/config.py``) and transformers 5.23
 ``trainer_optimizer.py``, ``utils/quantization_config.py``).
 """
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from steelyard.engines.capabilities import dimensions_of
-from steelyard.engines.engine import Taken
+from steelyard.engines.engine import Entries, Taken
+from steelyard.errors import UserError
 from steelyard.levers import Levers
 from steelyard.levers.optimizer import Optimizer
 from steelyard.levers.quantized_base import QuantizedBase
@@ -41,6 +44,8 @@ OPTIMIZERS: Mapping[str, str] = {
     **{name: word for word, name in OPTIM.items()},
 }
 """Optimizers by value of ``optim``."""
+_NEAR = dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "ao_adamw_8bit"), "adamw-8bit")
+"""Optimizers of bitsandbytes that are priced as torchao's, and another name of the latter."""
 WITHOUT_TP = dimensions_of("dp", "fsdp", "dp+fsdp")
 _OTHERWISE = {
     "adafactor": "Adafactor's update rule: transformers bounds steps by the size of the update, not of the parameter",
@@ -69,6 +74,8 @@ OFFLOAD = replace(
     dimensions=dimensions_of("fsdp") - dimensions_of(),
 )
 """FSDP2's `CPUOffloadPolicy`, which needs shards on several devices."""
+WEIGHTS = Taken(dimensions=dimensions_of("dp"))
+"""Parameters in bf16, which accelerate converts to fp32 before FSDP shards them."""
 LEVERS: Mapping[str, Taken] = {
     "train": Taken(
         refuse=refuse_kind,
@@ -88,6 +95,7 @@ FILE_LEVERS: Mapping[str, Taken] = {
     "offload": OFFLOAD,
     "train": replace(LEVERS["train"], refuse=refuse_fraction),
     "base": replace(LEVERS["base"], dimensions=dimensions_of("dp")),
+    "weights": WEIGHTS,
 }
 """Levers of trainers whose files state a whole alpha, and which shard a base in nf4 under FSDP."""
 
@@ -99,6 +107,50 @@ def words_of_file(
     text = f"lora:r={rank},alpha={alpha},targets={targets},dropout={dropout}"
     text += ",rslora" * bool(rslora) + ",use_dora=true" * bool(dora)
     return {"train": text, **({"base": "nf4"} if quantized else {})}
+
+
+def optimizer_of_file(entries: Entries, name: str) -> tuple[dict[str, str], list[str]]:
+    """Return the optimizer that an entry of a file names as text of the lever, and a remark if another is priced."""
+    found = str(entries.get(name, default="adamw_torch_fused"))
+    word = {**OPTIMIZERS, **_NEAR}.get(found, "adamw")
+    remarks = [] if found in OPTIMIZERS else [f"{name} {found} (priced as {word})"]
+    return {"optimizer": word} if word != "adamw" else {}, remarks
+
+
+def names_in_pattern(field: str, pattern: str) -> str:
+    r"""Return the names of linear layers at the end of a pattern of paths, such as ``.*\.(q|v)_proj``, joined by +.
+
+    Raises `UserError` if the pattern has another form, or selects layers by their number.
+    """
+    whole = re.fullmatch(r"(?:(.*)\\?\.)?((?:\w|\((?:\?:)?[\w|]+\))+)\$?", pattern)
+    places = re.sub(r"\[(\\d|0-9)\]|\([^()]*[^()\d|][^()]*\)", "", whole[1] or "") if whole else "|"
+    if whole is None or re.search(r"[\d|]", places):
+        raise UserError(
+            field=field,
+            found=pattern,
+            expected="names of linear layers, or one pattern of paths that ends in such names and holds in all blocks",
+            hint=f"list the names: {field}: [q_proj, v_proj]",
+        )
+    parts = re.findall(r"\((?:\?:)?([\w|]+)\)|(\w+)", whole[2])
+    return "+".join(map("".join, product(*((several or one).split("|") for several, one in parts))))
+
+
+def remarks_on_base(entries: Entries, name: str, levers: Mapping[str, str]) -> list[str]:
+    """Return a remark if the model that an entry names is stored in few bits, but has a price in 16."""
+    model = str(entries.get(name))
+    is_quantized = re.search(r"gptq|awq|aqlm|[48]-?bit|(nv|mx)?fp[48]|int[48]", model.lower()) and "base" not in levers
+    return [f"{name} {model}, by its name in few bits (priced in 16 bits)"] if is_quantized else []
+
+
+def refuse_sharded_base(field: str, levers: Mapping[str, str], *, zero: int) -> None:
+    """Raise `UserError` if parameters of a quantized base are sharded."""
+    if "base" in levers and zero:
+        raise UserError(
+            field=field,
+            found="a base in 4 bits that is sharded",
+            expected="4 bits on one device or replicated: shards of quantized storage have no price",
+            hint="leave the shards or the 4 bits out of the file, or plan the model: steelyard plan --train qlora:r=16",
+        )
 
 
 def lora_config(train: Train) -> dict[str, Any]:

@@ -73,17 +73,20 @@ def plan_of_file(
         raise _unreadable(path, error, "a file with settings") from None
     runs_it = engine_of(engine) if engine else _reader_of(path, text)
     if runs_it is None or (reader := runs_it.reader) is None:
-        known = {name: each.reader.suffixes for name, each in READERS.items() if each.reader is not None}
+        known = {name: each.reader for name, each in READERS.items() if each.reader is not None}
         raise UserError(
             field="--from",
             found=str(path) if runs_it is None else f"a file of {runs_it.name}",
-            expected="; ".join(f"{name}: {' or '.join(suffixes)}" for name, suffixes in known.items()),
+            expected="; ".join(
+                f"{name}: {' or '.join(each.suffixes)}{f' with {each.mark}' * bool(each.mark)}"
+                for name, each in known.items()
+            ),
             hint="give the settings to steelyard price by its options",
         )
     chain, machines = load_model(model), parse_cluster(cluster)
     runs_it.check_model(chain, seq_len or 1)
     try:
-        entries = Entries(reader.values(text))
+        entries = Entries(reader.values(text), path)
         found = reader.read(entries, chain, machines.num_devices)
         if entries.are_unknown:
             raise ValueError("no setting of parallelism or batch")
@@ -91,6 +94,9 @@ def plan_of_file(
         raise
     except (ValueError, SyntaxError) as error:
         raise _unreadable(path, error, f"a file that {runs_it.name} reads") from None
+    if found.engine is not None:
+        runs_it = found.engine
+        runs_it.check_model(chain, seq_len or 1)
     plain, offered = runs_it, [each for each in found.options if each in runs_it.options]
     runs_it = plain.with_options([each for each in offered if plain.options[each].change(plain) != plain])
     check_precision(runs_it, found.precision)
@@ -131,10 +137,10 @@ def _unreadable(path: Path, error: Exception, expected: str) -> UserError:
 
 
 def _reader_of(path: Path, text: str) -> Engine | None:
-    """Return the engine whose files have this ending and bear its mark; those without a mark come last."""
+    """Return the engine whose files have this ending and contain its mark; engines without a mark come last."""
     found = [each for each in READERS.values() if each.reader and path.suffix in each.reader.suffixes]
-    marked = [each for each in found if each.reader and each.reader.mark and each.reader.mark in text]
-    return next(iter((*marked, *found)), None)
+    found = [each for each in found if each.reader and each.reader.mark in text]
+    return max(found, key=lambda each: bool(each.reader and each.reader.mark), default=None)
 
 
 def _needed(option: str, path: Path, value: int | None) -> int:
