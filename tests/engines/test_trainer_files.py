@@ -42,7 +42,13 @@ ZERO = {
     "train_batch_size": "auto",
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto"},
-    "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto", "stage3_max_live_parameters": 1e9},
+    "zero_optimization": {
+        "reduce_bucket_size": 5e8,
+        "stage": 3,
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "sub_group_size": 1e9,
+    },
 }
 CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 
@@ -152,7 +158,7 @@ def test_deepspeeds_file_is_read_with_the_file_that_names_it(software: str, fold
     assert (found.engine.name, settings.zero, found.precision, found.levers) == ("deepspeed", 3, "bf16", {})
     assert (settings.micro_batch, str(settings.remat)) == ({"axolotl": 2, "llama-factory": 1}[software], "full")
     assert found.global_batch == {"axolotl": 64, "llama-factory": 16}[software]
-    assert found.unread == ("zero_optimization.stage3_max_live_parameters",)
+    assert found.unread == ("zero_optimization.reduce_bucket_size",)
 
 
 def test_zero_shards_no_quantized_base(tmp_path: Path) -> None:

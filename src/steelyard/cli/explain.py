@@ -36,7 +36,8 @@ class Explained(TypedDict):
 
 _FROM = (
     "Explain the settings in a file of an engine: arguments of Megatron, a recipe of Megatron-Bridge, a TOML or "
-    "configuration function of torchtitan, JSON of DeepSpeed, YAML of axolotl or LLaMA-Factory. Needs --cluster."
+    "configuration function of torchtitan, JSON of DeepSpeed, YAML of axolotl or LLaMA-Factory (with the JSON of "
+    "DeepSpeed that it names). Needs --cluster."
 )
 _WHY = "Cost of another choice: fsdp, fsdp8, tp=8, stages=4, 'blocks 0-3: remat=full', or a plan file."
 _RECORD = "Record of `train`: name slow ranks and the gain of planning around them."

@@ -108,7 +108,8 @@ _NO_PRICE = "leave it out to price the run without it"
 _REFUSED = {
     "rl": (f"{_SUPERVISED}: pairs, reference models and generated samples have no price", _NO_PRICE),
     **dict.fromkeys(("reward_model", "process_reward_model"), (f"{_SUPERVISED}: rewards have no price", _NO_PRICE)),
-    **dict.fromkeys(("kd_trainer", "diffusion", "ebft"), (f"{_SUPERVISED}, with its usual loss", _NO_PRICE)),
+    **dict.fromkeys(("kd_trainer", "diffusion"), (f"{_SUPERVISED}, with its usual loss", _NO_PRICE)),
+    "hatchery": ("training on this cluster: the file sends its steps to a service", _NO_PRICE),
     "load_in_8bit": (
         "load_in_4bit, or 16 bits: LLM.int8() has no price",
         "write load_in_4bit: true for a smaller base, or load_in_8bit: false for a larger one",

@@ -57,6 +57,8 @@ _SCALED = {
 }
 """fp16 with a dynamic loss scale (0), as in torch's `GradScaler`; the run ends below a scale of 1."""
 _KEPT_ON_DEVICE = dict.fromkeys(("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"), False)
+_USUAL = {"allgather_partitions": True, **dict.fromkeys(("max_live_parameters", "max_reuse_distance"), 1e9)}
+"""Defaults of DeepSpeed, which its published runs have too."""
 _OPTIMIZERS = {"adamw-8bit": "bitsandbytes.optim.AdamW8bit", "sgd": "torch.optim.SGD"}
 _OLDER = (
     "with transformers 5.16: AutoEP fails with 5.23, whose registry of recorded outputs takes no default "
@@ -158,6 +160,9 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
     if str(entries.values.get("optimizer.type")).lower() in ("adam", "adamw"):
         entries.skip("optimizer.type")
     entries.skip(*(name for name, value in entries.values.items() if value == "auto" and "stage3_" in name))
+    prefix = "zero_optimization."
+    for name, value in _USUAL.items():
+        entries.skip(*(each for each in (prefix + name, f"{prefix}stage3_{name}") if entries.values.get(each) == value))
     tp = entries.number("tensor_parallel.autotp_size")
     zero = entries.number("zero_optimization.stage", default=0, least=0)
     micro_batch = entries.number("train_micro_batch_size_per_gpu")
@@ -235,7 +240,7 @@ _OF_TRAINING = (
     r"gradient_clipping|zero_allow_untested_optimizer|steps_per_print|wall_clock_breakdown|optimizer\.params\..*|scheduler\..*|zero_optimization\."
     r"(overlap_comm|contiguous_gradients|reduce_scatter|sub_group_size|round_robin_gradients|"
     r"stage3_gather_16bit_weights_on_model_save|gather_16bit_weights_on_model_save|"
-    r"offload_(param|optimizer)(\.pin_memory)?)"
+    r"offload_(param|optimizer)(\.pin_memory)?)|(comms_config|monitor_config|tensorboard|wandb|flops_profiler)\..*"
 )
 """Entries about learning rates and logs, and those of ZeRO that every priced run has or that change little."""
 

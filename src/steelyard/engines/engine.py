@@ -179,7 +179,7 @@ class Entries:
                 field=names[0],
                 found=repr(value),
                 expected=f"a whole number of {least} or more",
-                hint="write the number that the trainer fills in into the file"
+                hint="write the number that the trainer fills in, or give the trainer's file that names this one"
                 if value == "auto"
                 else "write the number into the file instead of names and calculations",
             )

@@ -157,6 +157,9 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     if entries.get("enable_liger_kernel"):
         unlike.append("enable_liger_kernel (priced with transformers' kernels and whole logits: more memory)")
     unlike += [] if entries.get("neat_packing", "packing") else ["packing, which is off (priced with full sequences)"]
+    is_half = (
+        is_pure or bool(entries.get("bf16")) or "train" in levers
+    )  # a frozen base computes in the type of its file
     micro_batch = entries.number("per_device_train_batch_size", default=8)
     steps = entries.number("gradient_accumulation_steps")
     found = FileSettings(
@@ -167,7 +170,7 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
         ),
         global_batch=micro_batch * steps * num_devices,
         seq_len=entries.number("cutoff_len", default=2048),
-        precision="bf16" if is_pure or entries.get("bf16") else "fp16" if entries.get("fp16") else "fp32",
+        precision="fp16" if entries.get("fp16") else "bf16" if is_half else "fp32",
         levers=levers,
         unread=(),
     )
