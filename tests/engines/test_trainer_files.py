@@ -75,6 +75,7 @@ def read(software: str, content: dict[str, Any], path: Path, num_devices: int = 
         ({**QLORA, "fsdp_config": {"reshard_after_forward": True}}, "a base in 4 bits that is sharded"),
         ({"fsdp": ["hybrid_shard", "auto_wrap"]}, "fsdp: found hybrid_shard"),
         ({"fsdp_config": {"version": 2}, "dp_shard_size": 3}, "dp_shard_size: found 3 for 8 data ranks"),
+        ({"context_parallel_size": 16, "deepspeed": "a.json"}, "context_parallel_size: found 16"),
         ({"adapter": "lora", "lora_target_modules": r".*\.(3|7)\.self_attn\.(q|v)_proj"}, "lora_target_modules: found"),
     ],
 )
@@ -142,6 +143,19 @@ def test_axolotl_gives_ranks_of_a_sequence_the_same_samples(tmp_path: Path) -> N
 def test_axolotls_entries_that_change_memory_are_named(entries: dict[str, Any], named: str, tmp_path: Path) -> None:
     (remark,) = read("axolotl", AXOLOTL | entries, tmp_path).unread
     assert re.search(named, remark)
+
+
+@pytest.mark.parametrize("software", ["axolotl", "llama-factory"])
+def test_deepspeeds_settings_may_stand_in_the_file_itself(software: str, tmp_path: Path) -> None:
+    content = {"axolotl": AXOLOTL, "llama-factory": FACTORY}[software]
+    found = read(software, content | {"deepspeed": ZERO | {"zero_optimization": {"stage": 2}}}, tmp_path / "run.yaml")
+    assert found.engine is not None
+    assert (found.engine.name, found.settings.zero, found.unread) == ("deepspeed", 2, ())
+
+
+def test_one_device_shards_nothing(tmp_path: Path) -> None:
+    found = read("axolotl", AXOLOTL | QLORA | {"fsdp_config": {"version": 2}}, tmp_path, num_devices=1)
+    assert (found.settings.zero, found.levers["base"], found.unread) == (0, "nf4", ())
 
 
 @pytest.mark.parametrize("software", ["axolotl", "llama-factory"])

@@ -131,7 +131,7 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     entries.skip(*(name for name, value in entries.values.items() if value is False or value == []))
     is_recomputed, unlike = _recomputation(entries)
     zero, is_offloaded = read_fsdp(entries)
-    with_deepspeed = entries.get("deepspeed")
+    with_deepspeed = deepspeed.is_named(entries)
     is_half = bool(entries.get("fp16", "float16"))
     precision = "bf16" if entries.get("bf16", "bfloat16", default=not is_half) else "fp16" if is_half else "fp32"
     levers = {"offload": "parameters"} if is_offloaded else {}
@@ -142,10 +142,18 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     if precision == "bf16" and not (zero or with_deepspeed or "train" in levers or "adafactor" in optimizer.values()):
         levers["weights"] = "bf16"
     unlike += [*_of_kernels(entries), *peft.remarks_on_base(entries, "base_model", levers)]
+    zero = zero if num_devices > 1 else 0
     peft.refuse_sharded_base("fsdp_config", levers, zero=zero)
     unlike += [] if entries.get("sample_packing") else ["sample_packing, which is off (priced with full sequences)"]
     tp = entries.number("tensor_parallel_size")
     cp = entries.number("context_parallel_size", "sequence_parallel_degree")
+    if num_devices % (tp * cp):
+        raise UserError(
+            field="context_parallel_size",
+            found=f"{cp} with tensor_parallel_size {tp} for {num_devices} devices",
+            expected="sizes whose product divides the number of devices",
+            hint="correct the file, or --cluster",
+        )
     micro_batch = entries.number("micro_batch_size")
     steps = max(entries.number("batch_size", default=micro_batch) // micro_batch, 1)
     steps = entries.number("gradient_accumulation_steps", default=steps)
@@ -155,7 +163,7 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
             tp=tp,
             ep=entries.number("expert_parallel_size"),
             micro_batch=micro_batch,
-            zero=zero if num_devices > 1 else 0,
+            zero=zero,
             replicas=_replicas(entries, num_devices // (tp * cp)),
             sp=False,
             remat=Remat.FULL if is_recomputed else Remat.NONE,
@@ -193,7 +201,8 @@ def _replicas(entries: Entries, ranks: int) -> int:
 
 def _of_kernels(entries: Entries) -> list[str]:
     """Return remarks on plugins and kernels that have no price."""
-    plugins = [str(each).rpartition(".")[2] for each in entries.get("plugins", default=[])]
+    given = entries.get("plugins", default=[])
+    plugins = [str(each).rpartition(".")[2] for each in (given if isinstance(given, list) else [given])]
     known = ("LigerPlugin", "CutCrossEntropyPlugin", "SwanLabPlugin", "LMEvalPlugin")
     found = [f"plugin {each}" for each in plugins if each not in known]
     cuts = "CutCrossEntropyPlugin" in plugins and entries.get("cut_cross_entropy", default=True)

@@ -189,15 +189,22 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
     )
 
 
+def is_named(entries: Entries) -> bool:
+    """Return whether a trainer's file names a file of DeepSpeed, or contains its settings."""
+    entries.skip_like(r"deepspeed(\..*)?")
+    return any(name.partition(".")[0] == "deepspeed" and value for name, value in entries.values.items())
+
+
 def read_beside(entries: Entries, chain: ModelChain, num_devices: int, told: FileSettings) -> FileSettings:
-    """Return the settings of a trainer's file whose entry ``deepspeed`` names DeepSpeed's JSON file.
+    """Return the settings of a trainer's file whose entry ``deepspeed`` names DeepSpeed's JSON file, or contains it.
 
     ``told`` holds the rest of the trainer's file; the trainer fills in its values for those that are "auto". Raises
     `UserError` if there is no such file, or if it cannot be priced.
     """
     micro_batch, ranks = told.settings.micro_batch, num_devices // (told.settings.tp * told.settings.cp)
     assert told.global_batch is not None, "a trainer's file has a batch"
-    values = _values(entries.text_of("deepspeed"))
+    parts = {name.partition(".")[2]: value for name, value in entries.values.items() if name.startswith("deepspeed.")}
+    values = flattened(flattened(parts)) if parts else _values(entries.text_of("deepspeed"))
     filled = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": told.global_batch // (micro_batch * ranks),
@@ -208,7 +215,7 @@ def read_beside(entries: Entries, chain: ModelChain, num_devices: int, told: Fil
     zero, remarks = found.settings.zero, []
     if "base" in told.levers and zero in (1, 2):  # which leave parameters whole
         zero, remarks = 0, [f"ZeRO {zero} of adapters (priced with their small states replicated)"]
-    peft.refuse_sharded_base("deepspeed", told.levers, zero=zero)
+    peft.refuse_sharded_base("deepspeed", told.levers, zero=zero if num_devices > 1 else 0)
     return replace(
         told,
         settings=replace(found.settings, cp=told.settings.cp, remat=told.settings.remat, zero=zero),

@@ -145,6 +145,7 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     entries.refuse(_REFUSED)
     entries.skip_like(_OF_TRAINING)
     entries.skip(*(name for name, value in entries.values.items() if value is False))
+    with_deepspeed = deepspeed.is_named(entries)
     is_kept = entries.get("disable_gradient_checkpointing") is True
     zero, is_offloaded = read_fsdp(entries)
     levers, unlike = peft.optimizer_of_file(entries, "optim")
@@ -153,30 +154,23 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
         levers |= {} if "train" in levers else {"weights": "bf16"}
         unlike += ["pure_bf16 of adapters (priced in fp32)"] if "train" in levers else []
     unlike += peft.remarks_on_base(entries, "model_name_or_path", levers)
+    zero = zero if num_devices > 1 else 0
     peft.refuse_sharded_base("fsdp", levers, zero=zero)
     if entries.get("enable_liger_kernel"):
         unlike.append("enable_liger_kernel (priced with transformers' kernels and whole logits: more memory)")
     unlike += [] if entries.get("neat_packing", "packing") else ["packing, which is off (priced with full sequences)"]
-    is_half = (
-        is_pure or bool(entries.get("bf16")) or "train" in levers
-    )  # a frozen base computes in the type of its file
+    is_half = is_pure or entries.get("bf16") or "train" in levers  # a frozen base computes in the type of its file
     micro_batch = entries.number("per_device_train_batch_size", default=8)
     steps = entries.number("gradient_accumulation_steps")
     found = FileSettings(
-        settings=Settings(
-            micro_batch=micro_batch,
-            zero=zero if num_devices > 1 else 0,
-            remat=Remat.NONE if is_kept else Remat.FULL,
-        ),
+        settings=Settings(micro_batch=micro_batch, zero=zero, remat=Remat.NONE if is_kept else Remat.FULL),
         global_batch=micro_batch * steps * num_devices,
         seq_len=entries.number("cutoff_len", default=2048),
         precision="fp16" if entries.get("fp16") else "bf16" if is_half else "fp32",
         levers=levers,
-        unread=(),
+        unread=(*entries.unread, *unlike),
     )
-    has_json = entries.get("deepspeed")
-    found = replace(found, unread=(*entries.unread, *unlike))
-    return deepspeed.read_beside(entries, chain, num_devices, found) if has_json else found
+    return deepspeed.read_beside(entries, chain, num_devices, found) if with_deepspeed else found
 
 
 def _levers_of(entries: Entries) -> dict[str, str]:
