@@ -15,6 +15,12 @@ from steelyard.planning.variants import Study, within
 GIB = 2**30
 
 
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave time for all changes on a slow machine, which traces one change in ten seconds."""
+    monkeypatch.setattr("steelyard.planning.advise.TOTAL_S", 60.0)
+
+
 def _request(model: str, cluster: str, **options: object) -> PlanRequest:
     return make_request(model, cluster, **{"global_batch": 1, "seq_len": 1024, **options})
 
@@ -45,9 +51,7 @@ def test_what_practitioners_do_comes_first(
     cluster: str,
     options: dict[str, object],
     first: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("steelyard.planning.advise.TOTAL_S", 60.0)  # a slow machine traces one change in ten
     own, found, *_ = advise(_request(model, cluster, **options), asked=False)
     assert not own.fits
     assert own.missing_bytes > 10 * GIB
