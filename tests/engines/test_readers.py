@@ -328,6 +328,92 @@ def test_modules_that_are_recomputed_are_those_that_are_priced_or_named(
     assert notes == (f"Not read of mine.sh: {unread}delay_wgrad_compute.",)
 
 
+CLUSTERED = """#!/bin/bash
+#SBATCH --gpus-per-node=2
+PARALLEL=(--tensor-model-parallel-size $SLURM_GPUS_PER_NODE --pipeline-model-parallel-size 2 --sequence-parallel)
+FP8=${FP8:-0}; RECOMPUTE=none
+if [ "$FP8" -eq 1 ]; then PARALLEL+=(--fp8-format hybrid); else PARALLEL+=(--bf16); fi
+case $RECOMPUTE in full) PARALLEL+=(--recompute-granularity full) ;; esac
+UNUSED="--use-megatron-fsdp"
+CMD="torchrun --nnodes 1 pretrain_gpt.py ${PARALLEL[@]} --micro-batch-size 1 --global-batch-size 64 --seq-length 4096"
+srun bash -c "$CMD --use-distributed-optimizer --delay-wgrad-compute"
+"""
+IN_YAML = """
+MODEL_ARGS:
+  --tensor-model-parallel-size: 2
+  --pipeline-model-parallel-size: 2
+  --sequence-parallel: true
+  --use-distributed-optimizer: true
+  --micro-batch-size: 1
+  --global-batch-size: 64
+  --seq-length: 4096
+  --bf16: true
+  --fp16: false
+  --delay-wgrad-compute: true
+"""
+OF_PRIMUS = """
+exp_name: ${NAME:mine}
+modules:
+  pre_trainer:
+    framework: megatron
+    overrides:
+      tensor_model_parallel_size: 2
+      pipeline_model_parallel_size: 2
+      sequence_parallel: true
+      use_distributed_optimizer: true
+      micro_batch_size: 1
+      global_batch_size: 64
+      seq_length: 4096
+      recompute_granularity: null
+      delay_wgrad_compute: true
+"""
+
+
+@pytest.mark.parametrize(("file", "text"), [("job.sbatch", CLUSTERED), ("a.yaml", IN_YAML), ("a.yml", OF_PRIMUS)])
+def test_files_with_branches_for_slurm_and_in_yaml_are_read_as_they_run(file: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / file
+    path.write_text(text)
+    plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
+    request = make_request("llama3-8b", CLUSTER, global_batch=64, seq_len=4096)
+    expected, _ = price_settings(request, ENGINES["megatron"], "bf16", Settings(tp=2, pp=2))
+    assert (plan.stages, plan.precision, plan.prediction) == (expected.stages, "bf16", expected.prediction)
+    assert notes == (f"Not read of {file}: delay_wgrad_compute.",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "remat"),
+    [
+        ("--checkpoint-activations", "full"),
+        ("--activations-checkpoint-method uniform", "full"),
+        ("--recompute-granularity selective --checkpoint-activations", "selective"),
+    ],
+)
+def test_arguments_of_recomputation_before_2022_are_read(flags: str, remat: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.sh"
+    path.write_text(SCRIPT.replace("--bf16", f"--bf16 {flags}"))
+    plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
+    assert {str(strategy.remat) for strategy in plan.strategies[1:-1]} == {remat}
+    assert notes == ("Not read of mine.sh: delay_wgrad_compute.",)
+
+
+def test_an_argument_under_an_open_condition_is_read_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.sh"
+    more = 'if [ -d data ]; then MORE="--recompute-activations --save here"; fi\n'
+    path.write_text(more + SCRIPT.replace("--bf16", "--bf16 $MORE"))
+    plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
+    assert {str(strategy.remat) for strategy in plan.strategies[1:-1]} == {"selective"}
+    assert notes[0].endswith(
+        "delay_wgrad_compute, recompute_activations (under a condition that the file leaves open)."
+    )
+
+
+def test_a_model_that_another_engine_reads_from_the_same_file_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "mine.sh"
+    path.write_text(MOE_SCRIPT)
+    with pytest.raises(UserError, match="add --engine megatron-bridge"):
+        plan_of_file(path, "deepseek-v3", CLUSTER)
+
+
 MOE_SCRIPT = """
     --expert-model-parallel-size 8 --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 64
     --seq-length 4096 --bf16 --moe-grouped-gemm
@@ -420,6 +506,44 @@ def test_what_a_torchtitan_file_switches_on_is_priced_or_named(
     assert plan.engine == engine
     assert plan.levers == levers
     assert unread in notes[0] if unread else not notes
+
+
+RECIPES = """
+from megatron.bridge.recipes.common import _pretrain_common
+LENGTH = 4096
+def small():
+    cfg = _pretrain_common()
+    cfg.model.tensor_model_parallel_size = 2
+    cfg.model.sequence_parallel = True
+    cfg.model.seq_length = LENGTH
+    cfg.train.micro_batch_size = 1
+    cfg.train.global_batch_size = 64
+    return cfg
+def large():
+    cfg = _pretrain_common()
+    cfg.model.pipeline_model_parallel_size = 4
+    return cfg
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "model", "engine", "strategy"),
+    [
+        (RECIPES, "small", "llama3-8b", "megatron-bridge", "dp4-tp2+sp"),
+    ],
+)
+def test_one_function_of_a_python_file_is_read_with_those_that_it_calls(
+    text: str, name: str, model: str, engine: str, strategy: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    plan, _ = plan_of_file(tmp_path / f"mine.py:{name}", model, CLUSTER, engine=engine.partition("+")[0])
+    assert (plan.engine, str(plan.strategies[1]), plan.seq_len) == (engine, strategy, 4096)
+    assert plan.global_batch == 64
+    with pytest.raises(UserError, match=f"name one of .*{name}"):
+        plan_of_file(path, model, CLUSTER)
+    with pytest.raises(UserError, match=f"did you mean .*{name}"):
+        plan_of_file(tmp_path / f"mine.py:{name}s", model, CLUSTER)
 
 
 AXOLOTL = """
@@ -573,7 +697,13 @@ def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: P
         ("mine.sh", "--tensor-model-parallel-size 2 --optimizer-cpu-offload", "--from"),
         ("mine.sh", "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 6", "--from"),
         ("mine.sh", "--moe-token-dispatcher-type other", "moe_token_dispatcher_type"),
-        ("mine.sh", "if A\nTP=2\nelse\nTP=4\nfi\n--tensor-model-parallel-size $TP", "tensor_model_parallel_size"),
+        ("mine.sh", "--tensor-model-parallel-size 2 --zero-stage 3", "--from"),
+        ("mine.sh", "--tensor-model-parallel-size 2 --use-torch-fsdp2", "--from"),
+        ("mine.sh", "--seq-length 8 --recompute-granularity $AC", "recompute_granularity"),
+        ("mine.sh", "--seq-length 8 --global-batch-size 8", "--micro-batch"),
+        ("mine.sh", "TP=2 GBS=64 bash ./other.sh --recompute-granularity full", "--from"),
+        ("mine.yaml", "a:\n  tensor_model_parallel_size: ${TP}", "tensor_model_parallel_size"),
+        ("mine.sh", "if A; then\nTP=2\nelse\nTP=4\nfi\n--tensor-model-parallel-size $TP", "tensor_model_parallel_size"),
         ("mine.sh", "--global-batch-size $((64/0)) --seq-length 8", "global_batch_size"),
         ("mine.toml", "[training]\nmixed_precision_param = 'float16'", "--precision"),
         ("mine.toml", "[training", "--from"),
@@ -586,7 +716,7 @@ def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: P
         ("mine.toml", "x = 1\n[parallelism]\nmodule_fqns_per_model_part = [1]", "--from"),
         ("mine.json", "{", "--from"),
         ("mine.json", "[]", "--from"),
-        ("mine.json", '{"train_micro_batch_size_per_gpu": "auto"}', "train_micro_batch_size_per_gpu"),
+        ("mine.json", '{"train_micro_batch_size_per_gpu": "auto"}', "--global-batch"),
         ("absent.sh", None, "--from"),
         ("mine.py", "import other\n", "--from"),
         ("mine.sh", "torchrun --nproc-per-node 8 train.py --lr 3e-4", "--from"),

@@ -37,7 +37,7 @@ class Explained(TypedDict):
 _FROM = (
     "Explain the settings in a file of an engine: arguments of Megatron, a recipe of Megatron-Bridge, a TOML or "
     "configuration function of torchtitan, JSON of DeepSpeed, YAML of axolotl or LLaMA-Factory (with the JSON of "
-    "DeepSpeed that it names). Needs --cluster."
+    "DeepSpeed that it names); FILE.py:NAME for one of several functions. Needs --cluster."
 )
 _WHY = "Cost of another choice: fsdp, fsdp8, tp=8, stages=4, 'blocks 0-3: remat=full', or a plan file."
 _RECORD = "Record of `train`: name slow ranks and the gain of planning around them."
@@ -56,6 +56,7 @@ def explain(
     source: Annotated[Path | None, options.option("--from", "FILE", _FROM)] = None,
     global_batch: options.FileBatch = None,
     seq_len: options.FileSeqLen = None,
+    micro_batch: options.FileMicroBatch = None,
     why: Annotated[str | None, options.option("--why-not", "TEXT", _WHY)] = None,
     record: Annotated[Path | None, options.option("--record", "FILE", _RECORD)] = None,
     everything: Annotated[bool, options.option("--all", None, _ALL)] = False,
@@ -65,7 +66,7 @@ def explain(
     levers: Mapping[str, str | None],
 ) -> None:
     """Explain a plan: why it wins, what limits it, the cost of other choices, and the value of more memory."""
-    plan, notes = _read(path, source, cluster, engine, network, global_batch, seq_len, levers)
+    plan, notes = _read(path, source, cluster, engine, network, global_batch, seq_len, micro_batch, levers)
     with options.progress("counting the model's layers", silent=as_json) as show:
         if plan.is_mixed:
             not_with_pools({"--why-not": why, "--all": everything})
@@ -106,12 +107,13 @@ def _read(
     network: str | None,
     global_batch: int | None,
     seq_len: int | None,
+    micro_batch: int | None,
     levers: Mapping[str, str | None],
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return the plan of a plan file, or of an engine's file ``source`` for the model ``path``, and notes on it."""
     if source is None:
         plan = read_plan(path)
-        given = {"global-batch": global_batch, "seq-len": seq_len, **levers}
+        given = {"global-batch": global_batch, "seq-len": seq_len, "micro-batch": micro_batch, **levers}
         if option := next((name for name, value in given.items() if value is not None), None):
             raise UserError(
                 field=f"--{option}",
@@ -135,6 +137,7 @@ def _read(
         network=network,
         global_batch=global_batch,
         seq_len=seq_len,
+        micro_batch=micro_batch,
         levers=levers,
     )
 

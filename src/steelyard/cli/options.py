@@ -260,6 +260,9 @@ FileSeqLen = Annotated[int | None, count("--seq-len", "For --from: tokens per sa
 _SAMPLES: Any = {"most": limits.MOST_SAMPLES, "kilo": 1024, "example": "64", "metavar": "SAMPLES"}
 GlobalBatch = Annotated[int, count("--global-batch", "Samples per step over all devices.", **_SAMPLES)]
 FileBatch = Annotated[int | None, count("--global-batch", "For --from: batch, if not in the file.", **_SAMPLES)]
+FileMicroBatch = Annotated[
+    int | None, count("--micro-batch", "For --from: samples of a microbatch per rank, if not in the file.", **_SAMPLES)
+]
 _PROFILED = "Measure the micro-batch sizes that plans of this batch can use."
 ProfiledBatch = Annotated[int | None, count("--global-batch", _PROFILED, **_SAMPLES)]
 _PRECISION = "bf16, fp16 (with loss scaling), fp32; for engines that have them fp8, fp8-block, mxfp8, nvfp4."

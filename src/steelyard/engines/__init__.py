@@ -7,6 +7,7 @@ engine is one module and one entry of `ENGINES`; software that drives another en
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from steelyard.engines import (
@@ -55,6 +56,7 @@ READERS: Mapping[str, Engine] = {
     **{engine.name: engine for engine in ENGINES.values() if engine.reader is not None},
     axolotl.TARGET.name: axolotl.ENGINE,
     llama_factory.TARGET.name: llama_factory.ENGINE,
+    "megatron in YAML": replace(megatron.MEGATRON, reader=megatron.YAML_READER),
 }
 """Engines whose files of settings are read, by the name of the software that the files are for."""
 _ENGINES_OF: Mapping[Target, Engine] = {

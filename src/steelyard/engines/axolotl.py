@@ -9,6 +9,7 @@ Adapters are peft's (``utils/schemas/peft.py``, ``loaders/adapter.py``), with it
 it (``loaders/model.py``: bnb_4bit_quant_storage), and our runtime does not.
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -162,12 +163,12 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
             cp=cp,
             tp=tp,
             ep=entries.number("expert_parallel_size"),
-            micro_batch=micro_batch,
             zero=zero,
             replicas=_replicas(entries, num_devices // (tp * cp)),
             sp=False,
             remat=Remat.FULL if is_recomputed else Remat.NONE,
         ),
+        micro_batch=micro_batch,
         global_batch=micro_batch * steps * num_devices // (tp * cp),
         seq_len=entries.number("sequence_len", default=512),
         precision=precision,
@@ -242,7 +243,9 @@ def _adapters(entries: Entries, unlike: list[str]) -> dict[str, str]:
 
 ENGINE = replace(
     ACCELERATE,
-    reader=Reader(suffixes=(".yaml", ".yml"), values=yaml_values("axolotl"), read=_read, mark="sequence_len"),
+    reader=Reader(
+        suffixes=(".yaml", ".yml"), values=yaml_values("axolotl"), read=_read, mark=re.compile("sequence_len").search
+    ),
     levers=peft.FILE_LEVERS,
 )
 """accelerate with the levers that the YAML file supports."""

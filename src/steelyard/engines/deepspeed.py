@@ -165,9 +165,9 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
         entries.skip(*(each for each in (prefix + name, f"{prefix}stage3_{name}") if entries.values.get(each) == value))
     tp = entries.number("tensor_parallel.autotp_size")
     zero = entries.number("zero_optimization.stage", default=0, least=0)
-    micro_batch = entries.number("train_micro_batch_size_per_gpu")
+    micro_batch = entries.number_or_none("train_micro_batch_size_per_gpu")
     batch, steps = (entries.number_or_none(name) for name in ("train_batch_size", "gradient_accumulation_steps"))
-    if batch is None and steps is not None:
+    if batch is None and steps is not None and micro_batch is not None:
         batch = micro_batch * steps * num_devices // tp
     told = {name: entries.get(f"{name}.enabled") for name in ("fp16", "bf16")}
     on = [name for name, value in told.items() if value is True]
@@ -176,11 +176,11 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
         settings=Settings(
             tp=tp,
             ep=entries.number("expert_parallel.autoep_size") if entries.get("expert_parallel.enabled") else 1,
-            micro_batch=micro_batch,
             zero=zero,
             sp=False,
             remat=Remat.FULL if is_recomputed else Remat.NONE,
         ),
+        micro_batch=micro_batch,
         global_batch=batch,
         seq_len=None,
         precision=on[0] if on else "bf16" if is_open else "fp32",

@@ -62,6 +62,8 @@ class FileSettings:
     """Settings in an engine's file."""
 
     settings: Settings
+    micro_batch: int | None
+    """Samples of a microbatch on a data rank; None if the file does not give them."""
     global_batch: int | None
     """Samples of a step; None if the file does not give them."""
     seq_len: int | None
@@ -88,8 +90,8 @@ class Reader:
     read: Callable[["Entries", ModelChain, int], FileSettings]
     """Function that returns the settings that these values are, given the model and the number of devices. Raises
     `UserError` if they are invalid."""
-    mark: str = ""
-    """Text in every such file, which tells it from other files with the same suffix; empty if the suffix is enough."""
+    mark: Callable[[str], object] | None = None
+    """Function that tells, from a file's text, whether it is for this engine and no other with the same suffix."""
     untold: tuple[str, ...] = ()
     """Names of levers that such files cannot state; a note says the assumed values."""
 
@@ -100,6 +102,61 @@ def literal(node: ast.expr) -> Any:
         return ast.literal_eval(node)
     except ValueError:
         return ast.unparse(node)
+
+
+def python_function(text: str, name: str | None) -> str:
+    """Return the code of one function of a Python file that configures a run, with those of the file that it calls and
+    values in place of the file's constants; the whole file without a name.
+
+    Raises `UserError` if the file has several such functions and the name is none of them, and `SyntaxError`.
+    """
+    tree = ast.parse(text)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    calls = {
+        each: [
+            call.func.id for call in ast.walk(node) if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+        ]
+        for each, node in functions.items()
+    }
+    called = {each for names in calls.values() for each in names}
+    known = [each for each, node in functions.items() if each not in called and _configures(node)]
+    if name is None and len(known) < 2:
+        return text
+    if name not in functions:
+        raise UserError(
+            field="--from",
+            found=f"{name or 'no name'} for one of {len(known)} functions",
+            expected="FILE.py:FUNCTION",
+            hint=f"name one of {', '.join(known[:5])}{', …' * (len(known) > 5)}"
+            if name is None
+            else nearest(name, known),
+        )
+    chosen, waiting = list[str](), [name]
+    while waiting:
+        chosen.append(waiting.pop())
+        waiting += [each for each in calls[chosen[-1]] if each in functions and each not in (*chosen, *waiting)]
+    kept = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    module = ast.Module(body=[*kept, *(functions[each] for each in reversed(chosen))], type_ignores=[])
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    constants = {
+        ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target): node.value.value
+        for node in assigned
+        if isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(module):
+        for field_name, value in ast.iter_fields(node):
+            if isinstance(value, ast.Name) and isinstance(value.ctx, ast.Load) and value.id in constants:
+                setattr(node, field_name, ast.Constant(constants[value.id]))
+    return ast.unparse(module)
+
+
+def _configures(function: ast.FunctionDef) -> bool:
+    """Return whether a function assigns to attributes or returns an object that it makes with keywords."""
+    return any(
+        (isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Attribute))
+        or (isinstance(each, ast.Return) and isinstance(each.value, ast.Call) and bool(each.value.keywords))
+        for each in ast.walk(function)
+    )
 
 
 def flattened(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,6 +181,10 @@ def yaml_values(software: str) -> Callable[[str], Mapping[str, Any]]:
         return {name: value for name, value in flattened(content).items() if value is not None and value != ""}
 
     return values
+
+
+_FILLED = "write the number that the trainer fills in into the file"
+_SET = "write the value into the file, or set its variable there to one value"
 
 
 class Entries:
@@ -179,16 +240,25 @@ class Entries:
                 field=names[0],
                 found=repr(value),
                 expected=f"a whole number of {least} or more",
-                hint="write the number that the trainer fills in, or give the trainer's file that names this one"
-                if value == "auto"
-                else "write the number into the file instead of names and calculations",
+                hint=_FILLED if value == "auto" else _SET,
             )
         return int(text)
+
+    def text(self, *names: str, default: str = "") -> str:
+        """Return that value as text. Raises `UserError` for a variable of a shell that has no value."""
+        value = str(self.get(*names, default=default))
+        if "$" in value:
+            raise UserError(field=names[0], found=repr(value), expected="a value", hint=_SET)
+        return value
 
     def number_or_none(self, *names: str) -> int | None:
         """Return that value as a whole number, or None if the file does not have it or leaves it open."""
         value = self.get(*names)
         return None if value is None or str(value) in ("auto", "-1") else self.number(*names)
+
+    def is_skipped(self, name: str) -> bool:
+        """Return whether `skip` noted a name."""
+        return name in self._skipped
 
     @property
     def are_unknown(self) -> bool:

@@ -11,6 +11,7 @@ Adapters are peft's. A base in nf4 is bitsandbytes' (``model/model_utils/quantiz
 sharded, and that of our runtime is not.
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -163,7 +164,8 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     micro_batch = entries.number("per_device_train_batch_size", default=8)
     steps = entries.number("gradient_accumulation_steps")
     found = FileSettings(
-        settings=Settings(micro_batch=micro_batch, zero=zero, remat=Remat.NONE if is_kept else Remat.FULL),
+        settings=Settings(zero=zero, remat=Remat.NONE if is_kept else Remat.FULL),
+        micro_batch=micro_batch,
         global_batch=micro_batch * steps * num_devices,
         seq_len=entries.number("cutoff_len", default=2048),
         precision="fp16" if entries.get("fp16") else "bf16" if is_half else "fp32",
@@ -198,7 +200,12 @@ def _levers_of(entries: Entries) -> dict[str, str]:
 ENGINE = replace(
     ACCELERATE,
     capabilities=replace(ACCELERATE.capabilities, dimensions=dimensions_of("dp", "fsdp")),
-    reader=Reader(suffixes=(".yaml", ".yml"), values=yaml_values("LLaMA-Factory"), read=_read, mark="finetuning_type"),
+    reader=Reader(
+        suffixes=(".yaml", ".yml"),
+        values=yaml_values("LLaMA-Factory"),
+        read=_read,
+        mark=re.compile("finetuning_type").search,
+    ),
     levers=peft.FILE_LEVERS,
 )
 """accelerate with the plans and levers that the file supports."""

@@ -10,6 +10,7 @@ it requires ZeRO-3 inside.
 """
 
 import ast
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +24,9 @@ from steelyard.engines.megatron_arguments import (
     FLAGS,
     OPTIONS,
     RECOMPUTED,
+    SCRIPTS,
     SWITCHES,
+    YAML,
     arguments,
     read_script,
 )
@@ -221,7 +224,17 @@ KERNELS = replace(FUSED, loss_bytes=(6, 4), of_each_expert=2, selective=RECOMPUT
 """Megatron-Core's kernels. The loss makes one fp32 copy of the logits, works in place and keeps the softmax
 (tensor_parallel/cross_entropy.py). Transformer Engine computes every expert with a separate matmul on one of four
 streams (gemm.cpp, te_general_grouped_gemm)."""
-_READER = Reader(suffixes=(".sh", ".txt", ".args"), values=arguments, read=read_script)
+
+
+def _shards(script: str) -> bool:
+    """Return whether a script trains with Megatron-FSDP."""
+    with suppress(ValueError):
+        return "use_megatron_fsdp" in arguments(script)
+    return False
+
+
+_READER = Reader(suffixes=SCRIPTS, values=arguments, read=read_script)
+YAML_READER = replace(_READER, suffixes=(".yaml", ".yml"), mark=re.compile(YAML).search)
 MEGATRON = Engine(
     name="megatron",
     capabilities=CAPABILITIES,
@@ -257,7 +270,7 @@ MEGATRON_FSDP = replace(
     capabilities=FSDP_CAPABILITIES,
     execution=Execution(kernels=KERNELS),
     options=OPTIONS,
-    reader=replace(_READER, mark="--use-megatron-fsdp"),
+    reader=replace(_READER, mark=_shards),
     precisions=tuple(each for each in FLAGS if each != SCALES_LOSS),
     targets=tuple(
         replace(

@@ -6,14 +6,17 @@ not read is named in a note of ``explain --from``.
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import yaml
 
 from steelyard.engines.capabilities import block_layers
 from steelyard.engines.engine import BALANCED, BALANCING, Engine, Entries, FileSettings, Option, Settings
 from steelyard.engines.execution import Module, StateBytes
 from steelyard.engines.megatron_models import model_flags
+from steelyard.engines.shell_script import ShellScript
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.strategy import Remat
@@ -111,11 +114,16 @@ SWITCHES: Mapping[str, _Switch] = {
 8 bits, a loss that torch compiles (fusions/fused_cross_entropy.py; bytes seen in published runs), half of the
 communication of tensor or expert parallelism beside compute (as published runs that say so are priced), and no launches
 by the host."""
-_ASSIGNED = re.compile(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s(]\S*)")
-_USED = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|([A-Za-z_]\w*))")
+CONDITIONAL = "conditional"
+"""Name under which `arguments` says which options count only under a condition that the script leaves open."""
+_OF_LAUNCH = (
+    r"(--|\w\.)micro[-_]batch[-_]size\b",
+    r"(--|\w\.)((tensor|pipeline)[-_]model[-_]parallel[-_]size|num[-_]layers)\b",
+)
+"""Options of the command that starts training; those without a size of the batch count if none has it."""
+_OLD_METHOD = "activations_checkpoint_method"
 _LISTS = ("--recompute-modules",)
 """Options with several values."""
-_CALCULATED = re.compile(r"\$\(\(((?:\s*\d{1,9}\s*[*/])*\s*\d{1,9}\s*)\)\)")
 _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?|([a-z][\w.]*)=(.*)")
 _LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint")
 _NOT_PRICED = (
@@ -126,7 +134,8 @@ _NOT_PRICED = (
     *("init_method_std", "distributed_backend", "no_position_embedding", "use_rotary_position_embeddings"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "use_flash_attn", "no_masked_softmax_fusion", "dataloader_type"),
     *("no_create_attention_mask_in_dataloader", "no_mmap_bin_files", "empty_unused_memory_level", "use_mcore_models"),
-    "use_te_rng_tracker",
+    *("use_te_rng_tracker", "group_query_attention", "make_vocab_size_divisible_by", "rotary_percent", "finetune"),
+    *("attention_softmax_in_fp32", "async_save", "dist_ckpt_strictness", "framework", "config", "model"),
 )
 _OF_TRAINING = (
     r"(min_lr|lr|decoupled|train|valid|test|eval|save|load|no_load|no_save|log|tensorboard|wandb|weight_decay|"
@@ -141,6 +150,33 @@ _SIZES = (
 """Sizes of a model that tell it from another one."""
 _PADDING = 0.02
 """Fraction of a vocabulary by which a tokenizer's and a padded one may differ."""
+SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm", ".txt", ".args")
+"""File name suffixes of scripts and of files with arguments."""
+YAML = r"(?m)^\s*(--)?tensor[-_]model[-_]parallel[-_]size:\s"
+"""Mark of a file with arguments in YAML: Megatron-LM's own (``--yaml-cfg``), of its tests, or of Primus."""
+_WITHOUT_PRICE: Mapping[str, tuple[Collection[Any], str, str]] = {
+    "optimizer_cpu_offload": (
+        (True,),
+        "states on the device: an update by the host has no price for Megatron",
+        "leave it out, or plan with --offload optimizer for our own runtime",
+    ),
+    "cpu_offloading": (
+        (True,),
+        "activations on the device: their offload has no price for Megatron",
+        "leave it out, or plan with --offload activations for our own runtime",
+    ),
+    "use_torch_fsdp2": (
+        (True,),
+        "Megatron's own sharding: that of torch has no price within Megatron",
+        "price it by steelyard price --engine torchtitan",
+    ),
+    "zero_stage": (
+        ("2", "3"),
+        "0 or 1: gradients and parameters that DeepSpeed shards within Megatron have no price",
+        "price it by steelyard price --engine deepspeed",
+    ),
+}
+"""Arguments that change a price in a way that is unknown: their values, what is expected, and what to do."""
 _NARROW = "gradients in fp16 (priced in fp32, as with --accumulate-allreduce-grads-in-fp32)"
 _LOOPED = "experts one after another (priced with --moe-grouped-gemm)"
 
@@ -149,7 +185,7 @@ def _check_sizes(entries: Entries, own: Mapping[str, str], chain: ModelChain) ->
     for name in _SIZES:
         found = entries.get(name)
         told = own.get(name, "none" if name == "num_experts" and not chain.has_experts else None)
-        if found is not None and told is not None and str(found) != told:
+        if found is not None and told is not None and str(found) != told and "$" not in str(found):
             raise UserError(
                 field="--from",
                 found=f"{name} {found}",
@@ -168,9 +204,9 @@ def _check_sizes(entries: Entries, own: Mapping[str, str], chain: ModelChain) ->
 
 def _dispatch_options(entries: Entries) -> tuple[str, ...]:
     """Return the options of the engine for experts that the file sets."""
-    backend = str(entries.get("moe_flex_dispatcher_backend", default="deepep"))
+    backend = entries.text("moe_flex_dispatcher_backend", default="deepep")
     deep = "deepep" if backend in FLEXIBLE or entries.get("moe_enable_deepep") else None
-    dispatcher = str(entries.get("moe_token_dispatcher_type"))
+    dispatcher = entries.text("moe_token_dispatcher_type")
     named = {"alltoall": "alltoall", "allgather": "allgather", "flex": deep}.get(dispatcher)
     if "moe_token_dispatcher_type" in entries.values and named is None:
         raise UserError(
@@ -185,13 +221,10 @@ def _dispatch_options(entries: Entries) -> tuple[str, ...]:
 
 def read_script(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings:
     """Return the settings of Megatron-LM's arguments with the defaults of its experts."""
-    if entries.values.get("optimizer_cpu_offload"):
-        raise UserError(
-            field="--from",
-            found="--optimizer-cpu-offload",
-            expected="states on the device: an update by the host has no price for Megatron",
-            hint="leave it out, or plan with --offload optimizer for our own runtime",
-        )
+    for name, (values, expected, hint) in _WITHOUT_PRICE.items():
+        if (value := entries.values.get(name)) in values and name not in entries.values.get(CONDITIONAL, ()):
+            shown = "" if value is True else f" {value}"
+            raise UserError(field="--from", found=f"--{name.replace('_', '-')}{shown}", expected=expected, hint=hint)
     on = read_switches(SWITCHES, entries)
     is_in_place = entries.get("cross_entropy_fusion_impl") == "te"  # Transformer Engine's loss, as without fusion
     switches = tuple(name for name in on if name != "fused-loss" or not is_in_place)
@@ -269,6 +302,7 @@ def read(
     usual = {
         "attention_backend": ("auto", "flash", "fused"),
         "transformer_impl": ("transformer_engine",),
+        "optimizer": ("adam",),
         "cross_entropy_fusion_impl": ("te",),
     }
     entries.skip(*(name for name, known in usual.items() if values.get(name) in known))
@@ -281,18 +315,24 @@ def read(
         for word, short in (("tensor", "tp"), ("pipeline", "pp"), ("context", "cp"), ("expert", "ep"))
     )
     ep, parted = _ranks_of_experts(entries, chain, tp, ep)
-    parts = _parts_of_layout(str(entries.get("pipeline_model_parallel_layout", default="")))
+    parts = _parts_of_layout(entries.text("pipeline_model_parallel_layout"))
     chunks = entries.number("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "vp")
     if (layers := entries.number_or_none("num_layers_per_virtual_pipeline_stage")) is not None:
         chunks = len(block_layers(chain)) // (pp * layers)
     parts = parts or _uneven(entries, chain, pp, chunks)
-    shards = str(entries.get("data_parallel_sharding_strategy", default="optim_grads_params"))
-    zero = int("use_distributed_optimizer" in values)
+    shards = entries.text("data_parallel_sharding_strategy", default="optim_grads_params")
+    zero = int("use_distributed_optimizer" in values or str(entries.get("zero_stage")) == "1")
     if entries.get("use_megatron_fsdp"):
         zero = {"optim_grads_params": 3, "optim_grads": 2}.get(shards, 1)
     data = num_devices // (tp * pp * cp)
     instances = entries.number("num_distributed_optimizer_instances")
     remat, blocks = _read_remat(entries)
+    if remat is Remat.FULL and blocks is None and str(count := values.get("recompute_num_layers", 1)) != "1":
+        parted = [*parted, f"recompute_num_layers {count} (priced as 1)"]
+    opened = entries.get(CONDITIONAL, default=())
+    parted += [
+        f"{name} (under a condition that the file leaves open)" for name in opened if not entries.is_skipped(name)
+    ]
     narrow = "fp16" in values and "accumulate_allreduce_grads_in_fp32" not in values
     return FileSettings(
         settings=Settings(
@@ -303,13 +343,13 @@ def read(
             vpp=len(parts) // pp if parts else chunks,
             ep=ep,
             replicas=instances if zero > 1 else 1,
-            micro_batch=entries.number("micro_batch_size", "mbs"),
             zero=zero if data * cp > 1 else 1,
             sp=bool(entries.get("sequence_parallel", default=False)),
             remat=remat,
             remat_blocks=blocks,
             blocks=parts or None,
         ),
+        micro_batch=entries.number_or_none("micro_batch_size", "mbs"),
         global_batch=entries.number_or_none("global_batch_size", "gbs"),
         seq_len=seq_len,
         precision=_read_precision(entries) or next((each for each in ("bf16", "fp16") if each in values), "fp32"),
@@ -332,49 +372,72 @@ def arguments(text: str) -> Mapping[str, Any]:
     """Return the values of options in a shell script by name with underscores; True for an option without a value.
 
     Options have the form ``--tensor-model-parallel-size 4`` or, for a Megatron-Bridge recipe,
-    ``model.tensor_model_parallel_size=4``, anywhere in the script, also in quotes or arrays. Variables that the text
-    sets to one value are substituted, and products of numbers are computed.
+    ``model.tensor_model_parallel_size=4``. Those of the command that starts training count, or all of the file if none
+    has a batch or a degree. Names that count only under an open condition are the value of `CONDITIONAL`.
     """
-    spelt = re.sub(r"(?m)(^|\s)#.*$", r"\1", text)
-    set_to: dict[str, str | None] = {}
+    try:
+        if re.search(YAML, text):
+            return _yaml_arguments(text)
+        script = ShellScript.read(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    texts = [
+        *map(_of_training, _launches(script.commands)),
+        *(each for each in script.commands if re.match(r"-|[\w.]+=", each)),
+    ]
+    if not texts and _launches(script.assigned):
+        texts = [*script.assigned, *script.commands]
+    found = _options(" ".join(texts))
+    conditional = tuple(each for each in _options(" ".join(script.conditional)) if each in found)
+    return found | ({CONDITIONAL: conditional} if conditional else {})
 
-    def filled(part: str) -> str:
-        known = _USED.sub(lambda use: str(set_to.get(use[1] or use[3]) or use[2] or use[0]), part)
-        return _CALCULATED.sub(_calculated, known)
 
-    for variable, assigned in _ASSIGNED.findall(spelt):
-        meant = filled(assigned.strip("\"'"))
-        meant = "" if meant.startswith("-") else meant  # options, which are read where they stand
-        is_same = set_to.get(variable, meant) == meant
-        set_to[variable] = meant if is_same else None  # what depends on a condition stays open
-    words = re.sub(r"\\\n|[\"']|(?<==)\(", " ", filled(spelt)).split()
-    words = [word.strip("()") or ")" if word.count("(") != word.count(")") else word for word in words]
-    lists = [place for place, word in enumerate(words) if word in _LISTS]
-    for place in reversed(lists):
+def _yaml_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments in YAML, of all its sections; those of Primus, which trains in bf16 by default, too."""
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    found: dict[str, Any] = {}
+    sections = [content] if isinstance(content, dict) else []
+    sections = [each[name] for each in sections for name in ("MODEL_ARGS", "modules") if name in each] or sections
+    while sections:
+        section = sections.pop()
+        for name, value in section.items() if isinstance(section, dict) else ():
+            if isinstance(value, dict):
+                sections.append(value)
+            else:
+                found[str(name).removeprefix("--").replace("-", "_")] = value
+    if found.get("framework") == "megatron":
+        found = {"bf16": not found.get("fp16")} | found
+    return {name: value for name, value in found.items() if value is not None and value is not False}
+
+
+def _launches(texts: Sequence[str]) -> list[str]:
+    return next((found for mark in _OF_LAUNCH if (found := [each for each in texts if re.search(mark, each)])), [])
+
+
+def _of_training(command: str) -> str:
+    """Return a command without its launcher's options, which stand before a script in Python."""
+    _, script, after = command.partition(".py")
+    return after if script and _launches([after]) else command
+
+
+def _options(text: str) -> dict[str, Any]:
+    """Return the values of the options in a command."""
+    words = re.sub("[\"']", " ", text).split()
+    for place in reversed([place for place, word in enumerate(words) if word in _LISTS]):
         end = next((n for n in range(place + 1, len(words)) if not words[n].isidentifier()), len(words))
         words[place + 1 : end] = [" ".join(words[place + 1 : end])]
     found: dict[str, Any] = {}
     for word, after in itertools.zip_longest(words, words[1:], fillvalue="--"):
-        option = _OPTION.fullmatch(word)
-        if option is None or (option[3] and option[3] in set_to):
-            continue
-        given = option[2] if option[1] else option[4]
-        name = (option[1] or option[3]).rpartition(".")[2].replace("-", "_")
-        is_alone = given is None and re.match(r"-|\)|[\w.]+\+?=", after) is not None
-        value = given if given is not None else True if is_alone else after
-        found[name] = {"true": True, "false": False, "null": None, "none": None}.get(str(value).lower(), value)
+        if option := _OPTION.fullmatch(word):
+            given = option[2] if option[1] else option[4]
+            name = (option[1] or option[3]).rpartition(".")[2].replace("-", "_")
+            is_alone = given is None and re.match(r"-|[\w.]+\+?=", after) is not None
+            value = given if given is not None else True if is_alone else after
+            found[name] = {"true": True, "false": False, "null": None, "none": None}.get(str(value).lower(), value)
     return {name: value for name, value in found.items() if value is not None and value is not False}
-
-
-def _calculated(match: re.Match[str]) -> str:
-    """Return the value of a shell's product or quotient of numbers, ``$((8*16/2))``, or its text if it is another."""
-    numbers, operators = re.findall(r"\d+", match[1]), re.findall(r"[*/]", match[1])
-    found = int(numbers[0])
-    for operator, number in zip(operators, map(int, numbers[1:]), strict=True):
-        if operator == "/" and number == 0:
-            return match[0]
-        found = found * number if operator == "*" else found // number
-    return str(found)
 
 
 def _parts_of_layout(layout_text: str) -> tuple[int, ...]:
@@ -388,17 +451,18 @@ def _parts_of_layout(layout_text: str) -> tuple[int, ...]:
 def _read_precision(entries: Entries) -> str:
     """Return the precision of products in 8 or 4 bits by its recipe, any other 8-bit recipe as fp8; empty if none."""
     for bits, usual in (("fp4", "nvfp4"), ("fp8", "fp8")):
-        if entries.get(f"{bits}_format", bits):
-            return _OF_RECIPE.get(str(entries.get(f"{bits}_recipe")), usual)
+        if entries.text(f"{bits}_format", bits):
+            return _OF_RECIPE.get(entries.text(f"{bits}_recipe", default="none"), usual)
     return ""
 
 
 def _read_remat(entries: Entries) -> tuple[Remat, int | None]:
     """Return the remat of blocks, and the number of recomputed blocks of each part; None for all."""
-    usual = "selective" if entries.get("recompute_activations") else None
-    granularity = entries.get("recompute_granularity", default=usual)
-    method = entries.get("recompute_method", default="uniform")
-    count = entries.number_or_none("recompute_num_layers")
+    is_old = entries.get("checkpoint_activations") or entries.get(_OLD_METHOD)  # before 2022-06
+    usual = "selective" if entries.get("recompute_activations") else "full" if is_old else ""
+    granularity = entries.text("recompute_granularity", default=usual)
+    method = entries.text("recompute_method", _OLD_METHOD, default="uniform")
+    count = entries.number_or_none("recompute_num_layers", "activations_checkpoint_num_layers")
     if granularity != "full":
         return Remat.SELECTIVE if granularity == "selective" else Remat.NONE, None
     return Remat.FULL, count if method == "block" else None

@@ -18,6 +18,7 @@ Adapters are those of ``peft/canonical_lora.py``, one for each of the matrices t
 
 import ast
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,7 @@ from steelyard.engines.megatron_arguments import (
     FLEXIBLE,
     IN_BF16,
     OPTIONS,
+    SCRIPTS,
     SWITCHES,
     arguments,
     own_arguments,
@@ -453,7 +455,7 @@ MEGATRON_BRIDGE = replace(
     },
     refuse=_refuse,
     levers={"train": Taken(refuse=_refuse_part)},
-    reader=Reader(suffixes=(".py",), values=_values, read=_read, mark=_MARK),
+    reader=Reader(suffixes=(".py", *SCRIPTS), values=_values, read=_read, mark=re.compile(_MARK).search),
     targets=(
         Target(
             name="megatron-bridge",

@@ -536,12 +536,12 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
             schedule=named[schedule].name if pp > 1 else None,
             ep=entries.number(f"{parallel}expert_parallel_degree"),
             replicas=replicas,
-            micro_batch=micro_batch,
             zero=(2 if keeps == "never" else 3) if shards * cp > 1 else 0,  # states are divided over cp, too
             sp=bool(entries.get(f"{parallel}enable_sequence_parallel", default=True)),
             remat=remats[mode],
             blocks=tuple(sum(str(name).startswith("layers.") for name in part) for part in parts) if parts else None,
         ),
+        micro_batch=micro_batch,
         global_batch=batch,
         seq_len=seq_len,
         precision={"bfloat16": "bf16", "float32": "fp32"}.get(dtype, dtype),

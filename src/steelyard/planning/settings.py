@@ -8,11 +8,12 @@ from steelyard.cost.job import Job, layer_precision
 from steelyard.cost.kernels import job_under
 from steelyard.engines import READERS, check_levers, engine_of
 from steelyard.engines.capabilities import block_layers, unsupported
-from steelyard.engines.engine import Engine, Entries, Settings
+from steelyard.engines.engine import Engine, Entries, Settings, python_function
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.files import read_text
 from steelyard.hardware import parse_cluster
 from steelyard.levers import LEVERS
+from steelyard.model.chain import ModelChain
 from steelyard.model.read import load_model
 from steelyard.plan.dimensions import DIMENSIONS
 from steelyard.plan.dimensions.cp import METHOD
@@ -60,55 +61,69 @@ def plan_of_file(
     network: str | None = None,
     global_batch: int | None = None,
     seq_len: int | None = None,
+    micro_batch: int | None = None,
     levers: Mapping[str, str | None] | None = None,
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return the priced plan that a file of an engine describes, and notes on how it was read.
 
-    ``engine`` defaults to one that reads files with that ending. ``global_batch``, ``seq_len`` and ``levers`` override
-    the file. Raises `UserError` if the file cannot be read or is incomplete.
+    A path may name a function of a Python file, as ``recipes.py:mine``.
+
+    ``engine`` defaults to one that reads files with that ending. ``global_batch``, ``seq_len``, ``micro_batch`` and
+    ``levers`` override the file. Raises `UserError` if the file cannot be read or is incomplete.
     """
+    path, function = _parted(path)
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
         raise _unreadable(path, error, "a file with settings") from None
     runs_it = engine_of(engine) if engine else _reader_of(path, text)
     if runs_it is None or (reader := runs_it.reader) is None:
-        known = {name: each.reader for name, each in READERS.items() if each.reader is not None}
+        known = {name: each.reader.suffixes for name, each in READERS.items() if each.reader is not None}
         raise UserError(
             field="--from",
             found=str(path) if runs_it is None else f"a file of {runs_it.name}",
-            expected="; ".join(
-                f"{name}: {' or '.join(each.suffixes)}{f' with {each.mark}' * bool(each.mark)}"
-                for name, each in known.items()
-            ),
+            expected="; ".join(f"{name}: {' or '.join(suffixes)}" for name, suffixes in known.items()),
             hint="give the settings to steelyard price by its options",
         )
     chain, machines = load_model(model), parse_cluster(cluster)
-    runs_it.check_model(chain, seq_len or 1)
+    _check_reader(runs_it, chain)
     try:
-        entries = Entries(reader.values(text), path)
+        entries = Entries(reader.values(python_function(text, function) if path.suffix == ".py" else text), path)
         found = reader.read(entries, chain, machines.num_devices)
         if entries.are_unknown:
-            raise ValueError("no setting of parallelism or batch")
+            raise UserError(
+                field="--from",
+                found=f"{path}: no setting of parallelism or batch",
+                expected=f"a file that {runs_it.name} reads, with the settings in itself",
+                hint="pass the file that it starts or includes, or give the settings to steelyard price by its options",
+            )
     except UserError:
         raise
     except (ValueError, SyntaxError) as error:
         raise _unreadable(path, error, f"a file that {runs_it.name} reads") from None
     if found.engine is not None:
         runs_it = found.engine
-        runs_it.check_model(chain, seq_len or 1)
+        _check_reader(runs_it, chain)
     plain, offered = runs_it, [each for each in found.options if each in runs_it.options]
     runs_it = plain.with_options([each for each in offered if plain.options[each].change(plain) != plain])
     check_precision(runs_it, found.precision)
     precision = next(each for each in runs_it.precisions if each == found.precision)
     given = {name: text for name, text in (levers or {}).items() if text is not None}
     chosen = {**found.levers, **given}
+    global_batch, seq_len, micro_batch = _needed(
+        path,
+        {
+            "--global-batch": global_batch or found.global_batch,
+            "--seq-len": seq_len or found.seq_len,
+            "--micro-batch": micro_batch or found.micro_batch,
+        },
+    )
     request = make_request(
         chain,
         machines,
         network=network,
-        global_batch=_needed("--global-batch", path, global_batch or found.global_batch),
-        seq_len=_needed("--seq-len", path, seq_len or found.seq_len),
+        global_batch=global_batch,
+        seq_len=seq_len,
         precision=layer_precision(precision),
         levers=chosen,
         engine=runs_it.name if chosen else None,
@@ -118,7 +133,7 @@ def plan_of_file(
     if assumed := [name for name in reader.untold if name not in given]:
         named = ", ".join(f"--{name} {LEVERS[name]()}" for name in assumed)
         notes.append(f"Assumed, because {path.name} cannot say it: {named}.")
-    settings = found.settings
+    settings = replace(found.settings, micro_batch=micro_batch)
     if settings.zero == 0 and runs_it.execution.keeps_own_buffers:
         whole, _ = price_settings(request, runs_it, precision, settings)
         assert whole.prediction is not None, "just priced"
@@ -131,27 +146,56 @@ def plan_of_file(
     return plan, tuple(notes)
 
 
+def _parted(path: Path) -> tuple[Path, str | None]:
+    name, is_named, function = path.name.partition(".py:")
+    return (path.with_name(f"{name}.py"), function) if is_named else (path, None)
+
+
 def _unreadable(path: Path, error: Exception, expected: str) -> UserError:
     hint = "correct the file, or give the settings to steelyard price by its options"
     return UserError(field="--from", found=f"{path}: {error}", expected=expected, hint=hint)
 
 
+def _check_reader(engine: Engine, chain: ModelChain) -> None:
+    """Raise `UserError` if an engine cannot train the model; its hint is another engine that reads the same files."""
+    if (reason := _refusal(engine, chain)) is None:
+        return
+    mine = {*engine.reader.suffixes} if engine.reader else set()
+    others = (name for name, each in READERS.items() if each.reader and mine < {*each.reader.suffixes})
+    other = next((name for name in others if _refusal(READERS[name], chain) is None), None)
+    hint = (
+        f"add --engine {other}, which reads the same file and takes its own defaults"
+        if other
+        else "price its settings by steelyard price"
+    )
+    raise UserError(field="--from", found=reason.found, expected=reason.expected, hint=hint)
+
+
+def _refusal(engine: Engine, chain: ModelChain) -> UserError | None:
+    try:
+        engine.check_model(chain, 1)
+    except UserError as error:
+        return error
+    return None
+
+
 def _reader_of(path: Path, text: str) -> Engine | None:
     """Return the engine whose files have this ending and contain its mark; engines without a mark come last."""
     found = [each for each in READERS.values() if each.reader and path.suffix in each.reader.suffixes]
-    found = [each for each in found if each.reader and each.reader.mark in text]
+    found = [each for each in found if each.reader and (each.reader.mark is None or each.reader.mark(text))]
     return max(found, key=lambda each: bool(each.reader and each.reader.mark), default=None)
 
 
-def _needed(option: str, path: Path, value: int | None) -> int:
-    if value is None:
+def _needed(path: Path, values: Mapping[str, int | None]) -> list[int]:
+    """Return these numbers by the names of their options. Raises `UserError` if the file and the command lack one."""
+    if missing := [option for option, value in values.items() if value is None]:
         raise UserError(
-            field=option,
+            field=missing[0],
             found=f"none in {path.name}",
             expected="a number",
-            hint=f"add {option} to the command",
+            hint=f"add {' and '.join(missing)} to the command",
         )
-    return value
+    return [value for value in values.values() if value is not None]
 
 
 def plan_of_settings(job: Job, settings: Settings) -> Plan:
@@ -218,9 +262,10 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
         first = end
     plan = assemble_plan(job, pipeline, tuple(parts))
     if reasons := unsupported(plan, job.engine.capabilities):
+        chosen = [f"--{each.name} {each}" for each in job.levers]
         raise UserError(
             field="--engine",
-            found=f"{job.engine.name} with {'; '.join(reasons)}",
+            found=" and ".join((f"{job.engine.name} with {'; '.join(reasons)}", *chosen)),
             expected="settings that this engine can run",
             hint="change these settings, or give another --engine",
         )
