@@ -623,6 +623,42 @@ def test_levers_that_a_file_cannot_say_are_given_with_it_or_named(tmp_path: Path
     assert "Assumed, because ds_config.json cannot say it: --optimizer adamw." in notes
 
 
+@pytest.mark.parametrize(
+    ("entries", "micro_batch", "batch"),
+    [
+        ({"train_batch_size": 32}, 4, 32),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, 2, 32),
+        ({"train_micro_batch_size_per_gpu": 2}, 2, 16),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}, 2, 64),
+        ({"train_micro_batch_size_per_gpu": 1, "train_batch_size": 32, "gradient_accumulation_steps": "auto"}, 1, 32),
+        ({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}, 1, 24),
+    ],
+)
+def test_batches_follow_from_each_other_as_in_deepspeed(
+    entries: dict[str, Any], micro_batch: int, batch: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **entries}))
+    asked = {"micro_batch": 1, "global_batch": 24} if batch == 24 else {}
+    plan, _ = plan_of_file(path, "llama-demo", CLUSTER, seq_len=256, **asked)
+    assert (plan.global_batch, plan.num_microbatches) == (batch, batch // 8 // micro_batch)
+
+
+COMMENTED = """{ // of the cluster
+  "train_micro_batch_size_per_gpu": 1, # "bf16": {"enabled": true},
+  "fp16": {"enabled": "auto"}, /* or
+  bf16 */ "zero_optimization": {"stage": 2, "cpu_offload": true, "offload_param": {"device": "cpu"},},
+}"""
+
+
+def test_jsons_comments_and_older_entries_of_deepspeed_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(COMMENTED)
+    plan, notes = plan_of_file(path, "llama-demo", CLUSTER, seq_len=256)
+    assert (plan.precision, plan.levers, str(plan.strategies[1])) == ("fp16", {"offload": "optimizer"}, "fsdp8 zero2")
+    assert notes[0] == "Not read of mine.json: the precision, which is auto (priced in fp16)."
+
+
 def test_what_a_trainer_fills_in_later_is_said_or_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     content = '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "offload_param": {"device": '
@@ -703,6 +739,8 @@ def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: P
         ("mine.sh", "--seq-length 8 --global-batch-size 8", "--micro-batch"),
         ("mine.sh", "TP=2 GBS=64 bash ./other.sh --recompute-granularity full", "--from"),
         ("mine.yaml", "a:\n  tensor_model_parallel_size: ${TP}", "tensor_model_parallel_size"),
+        ("mine.json", '{"train_batch_size": 20}', "train_batch_size"),
+        ("mine.json", '{"sequence_parallel_size": 2}', "sequence_parallel_size"),
         ("mine.sh", "if A; then\nTP=2\nelse\nTP=4\nfi\n--tensor-model-parallel-size $TP", "tensor_model_parallel_size"),
         ("mine.sh", "--global-batch-size $((64/0)) --seq-length 8", "global_batch_size"),
         ("mine.toml", "[training]\nmixed_precision_param = 'float16'", "--precision"),

@@ -14,6 +14,7 @@ multiple of the block size of torchao's moments. bitsandbytes' take any number (
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -57,8 +58,6 @@ _SCALED = {
 }
 """fp16 with a dynamic loss scale (0), as in torch's `GradScaler`; the run ends below a scale of 1."""
 _KEPT_ON_DEVICE = dict.fromkeys(("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"), False)
-_USUAL = {"allgather_partitions": True, **dict.fromkeys(("max_live_parameters", "max_reuse_distance"), 1e9)}
-"""Defaults of DeepSpeed, which its published runs have too."""
 _OPTIMIZERS = {"adamw-8bit": "bitsandbytes.optim.AdamW8bit", "sgd": "torch.optim.SGD"}
 _OLDER = (
     "with transformers 5.16: AutoEP fails with 5.23, whose registry of recorded outputs takes no default "
@@ -141,8 +140,16 @@ def _content(view: UniformPlan, preset: str | None, offloaded: Collection[str]) 
     return content
 
 
+def _plain(text: str) -> str:
+    """Return JSON without the comments and last commas that DeepSpeed's parser (hjson) takes."""
+    kept = re.sub(
+        r'("(?:\\.|[^"\\\n])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', lambda part: part[1] or "", text, flags=re.DOTALL
+    )
+    return re.sub(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])', lambda part: part[1] or "", kept)
+
+
 def _values(text: str) -> Mapping[str, Any]:
-    content = parse_json(text)
+    content = parse_json(_plain(text))
     if not isinstance(content, dict):
         raise ValueError("not an object with DeepSpeed's keys")
     return flattened(flattened(content))
@@ -155,23 +162,15 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
     entries.skip_like(_OF_TRAINING)
     is_recomputed = any(name.startswith("activation_checkpointing") for name in entries.values)
     entries.skip("expert_parallel.preset_model")
+    entries.skip(*(name for name, usual in _USUAL.items() if entries.values.get(name) in usual))
     if entries.values.get(_BUCKET_ENTRY) in (_BUCKET_SIZE, "auto"):
         entries.skip(_BUCKET_ENTRY)
-    if str(entries.values.get("optimizer.type")).lower() in ("adam", "adamw"):
-        entries.skip("optimizer.type")
-    entries.skip(*(name for name, value in entries.values.items() if value == "auto" and "stage3_" in name))
-    prefix = "zero_optimization."
-    for name, value in _USUAL.items():
-        entries.skip(*(each for each in (prefix + name, f"{prefix}stage3_{name}") if entries.values.get(each) == value))
     tp = entries.number("tensor_parallel.autotp_size")
     zero = entries.number("zero_optimization.stage", default=0, least=0)
-    micro_batch = entries.number_or_none("train_micro_batch_size_per_gpu")
-    batch, steps = (entries.number_or_none(name) for name in ("train_batch_size", "gradient_accumulation_steps"))
-    if batch is None and steps is not None and micro_batch is not None:
-        batch = micro_batch * steps * num_devices // tp
+    micro_batch, batch = _batches(entries, num_devices // tp)
     told = {name: entries.get(f"{name}.enabled") for name in ("fp16", "bf16")}
     on = [name for name, value in told.items() if value is True]
-    is_open = not on and "auto" in told.values()
+    is_open = next((name for name in ("bf16", "fp16") if not on and told[name] == "auto"), None)
     return FileSettings(
         settings=Settings(
             tp=tp,
@@ -183,10 +182,37 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
         micro_batch=micro_batch,
         global_batch=batch,
         seq_len=None,
-        precision=on[0] if on else "bf16" if is_open else "fp32",
+        precision=on[0] if on else is_open or "fp32",
         levers=_offload(entries, zero),
-        unread=(*entries.unread, *(["the precision, which is auto (priced in bf16)"] if is_open else [])),
+        unread=(*entries.unread, *([f"the precision, which is auto (priced in {is_open})"] if is_open else [])),
     )
+
+
+def _batches(entries: Entries, ranks: int) -> tuple[int | None, int | None]:
+    """Return the samples of a rank and of a step, each from the others as in ``_set_batch_related_parameters``
+    (runtime/config.py); None for what the trainer fills in. Raises `UserError` if they do not divide each other."""
+    names = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
+    micro_batch, batch, steps = (entries.number_or_none(name) for name in names)
+    steps = 1 if names[2] not in entries.values else steps
+    if entries.number("sequence_parallel_size") > 1:
+        raise UserError(
+            field="sequence_parallel_size",
+            found=str(entries.values["sequence_parallel_size"]),
+            expected="1: sequences that DeepSpeed divides over ranks have no price",
+            hint="price them for another engine, as with steelyard price --cp 2",
+        )
+    if batch is None and steps is not None and micro_batch is not None:
+        batch = micro_batch * steps * ranks
+    if names[0] not in entries.values and batch is not None and steps is not None:
+        if batch % (steps * ranks):
+            raise UserError(
+                field=names[1],
+                found=f"{batch} for {ranks} data ranks with {steps} microbatches",
+                expected=f"a multiple of {steps * ranks}",
+                hint="pass the cluster that runs the file",
+            )
+        micro_batch = batch // (steps * ranks)
+    return micro_batch, batch
 
 
 def is_named(entries: Entries) -> bool:
@@ -201,8 +227,9 @@ def read_beside(entries: Entries, chain: ModelChain, num_devices: int, told: Fil
     ``told`` holds the rest of the trainer's file; the trainer fills in its values for those that are "auto". Raises
     `UserError` if there is no such file, or if it cannot be priced.
     """
-    micro_batch, ranks = told.settings.micro_batch, num_devices // (told.settings.tp * told.settings.cp)
+    micro_batch, ranks = told.micro_batch, num_devices // (told.settings.tp * told.settings.cp)
     assert told.global_batch is not None, "a trainer's file has a batch"
+    assert micro_batch is not None, "likewise"
     parts = {name.partition(".")[2]: value for name, value in entries.values.items() if name.startswith("deepspeed.")}
     values = flattened(flattened(parts)) if parts else _values(entries.text_of("deepspeed"))
     filled = {
@@ -219,6 +246,7 @@ def read_beside(entries: Entries, chain: ModelChain, num_devices: int, told: Fil
     return replace(
         told,
         settings=replace(found.settings, cp=told.settings.cp, remat=told.settings.remat, zero=zero),
+        micro_batch=found.micro_batch,
         global_batch=found.global_batch,
         precision=found.precision,
         levers={**told.levers, **found.levers},
@@ -230,7 +258,12 @@ def read_beside(entries: Entries, chain: ModelChain, num_devices: int, told: Fil
 def _offload(entries: Entries, zero: int) -> dict[str, str]:
     """Return the lever of the parts in host memory. Raises `UserError` for combinations that have no price."""
     names = {part: f"zero_optimization.offload_{part}.device" for part in _OFFLOADED["parameters"]}
-    devices = {part: entries.get(name, default="none") for part, name in names.items()}
+    older = {"param": "zero_optimization.cpu_offload_params", "optimizer": "zero_optimization.cpu_offload"}
+    devices = {
+        part: "cpu" if entries.get(older[part]) else entries.get(name, default="none") for part, name in names.items()
+    }
+    if zero in (1, 2):
+        devices["param"] = "none"  # which stage 3 alone reads (runtime/zero/config.py)
     there = {part: device for part, device in devices.items() if device != "none"}
     word = next((word for word, parts in _OFFLOADED.items() if zero and there == dict.fromkeys(parts, "cpu")), None)
     if there and word is None:
@@ -243,11 +276,23 @@ def _offload(entries: Entries, zero: int) -> dict[str, str]:
     return {} if word is None else {"offload": word}
 
 
+_USUAL: Mapping[str, tuple[object, ...]] = {
+    "optimizer.type": ("Adam", "AdamW", "adam", "adamw"),
+    "prescale_gradients": (False,),
+    "zero_optimization.allgather_partitions": (True,),
+    "zero_optimization.stage3_max_live_parameters": (1e9, "auto"),
+    "zero_optimization.stage3_max_reuse_distance": (1e9, "auto"),
+    "zero_optimization.stage3_prefetch_bucket_size": (5e7, "auto"),
+    "zero_optimization.stage3_param_persistence_threshold": (1e5, "auto"),
+}
+"""Values of entries that are DeepSpeed's own defaults (runtime/zero/config.py), or what a trainer fills in."""
 _OF_TRAINING = (
-    r"gradient_clipping|zero_allow_untested_optimizer|steps_per_print|wall_clock_breakdown|optimizer\.params\..*|scheduler\..*|zero_optimization\."
+    r"gradient_clipping|zero_allow_untested_optimizer|steps_per_print|wall_clock_breakdown|optimizer\.params\..*|"
+    r"(scheduler|tensorboard|wandb|csv_monitor|flops_profiler|aio)\..*|zero_optimization\."
     r"(overlap_comm|contiguous_gradients|reduce_scatter|sub_group_size|round_robin_gradients|"
     r"stage3_gather_16bit_weights_on_model_save|gather_16bit_weights_on_model_save|"
-    r"offload_(param|optimizer)(\.pin_memory)?)|(comms_config|monitor_config|tensorboard|wandb|flops_profiler)\..*"
+    r"offload_(param|optimizer)(\.(pin_memory|buffer_count|buffer_size|pipeline_read|pipeline_write|fast_init))?)|"
+    r"(comms_config|monitor_config)\..*"
 )
 """Entries about learning rates and logs, and those of ZeRO that every priced run has or that change little."""
 
