@@ -484,6 +484,10 @@ def test_switches_of_megatron_are_options_of_the_engine_with_their_price(
             "",
         ),
         ("[compile]\nenable = false", "torchtitan+whole-loss", {}, ""),
+        ("[compile]\nenable = true\ncomponents = ['loss']", "torchtitan+whole-loss", {}, "components ['loss'] (priced"),
+        ("[optimizer]\nname = 'AdamW'", "torchtitan+whole-loss", {}, ""),
+        ("[optimizer]\nname = 'Muon'", "torchtitan+whole-loss", {}, "optimizer.name"),
+        ("[model]\nflavor = '8B-mine'", "torchtitan+whole-loss", {}, "flavor 8B-mine (priced as llama3.1-8b)"),
         ("[float8]\nenable_float8_linear = false", "torchtitan+whole-loss", {}, ""),
         ("[activation_checkpoint]\nselective_ac_option = '2'", "torchtitan+whole-loss", {}, "ac_option 2 (priced"),
         ("dtype = 'bfloat16'", "torchtitan+whole-loss", {"weights": "bf16"}, ""),
@@ -508,6 +512,28 @@ def test_what_a_torchtitan_file_switches_on_is_priced_or_named(
     assert unread in notes[0] if unread else not notes
 
 
+RETURNED = """
+from torchtitan.trainer import Trainer
+LENGTH: int = 4096
+
+def mine(**more):
+    return Trainer.Config(
+        model_spec=model_registry("8B"),
+        training=TrainingConfig(local_batch_size=2, seq_len=LENGTH, steps=10),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2),
+        activation_checkpoint=ActivationCheckpointConfig(mode="full"),
+    )
+
+def in_8_bits():
+    config = mine()
+    config.model_converters = ModelConvertersContainer.Config(converters=[Float8LinearConverter.Config()])
+    return config
+
+def larger():
+    config = mine()
+    config.training.local_batch_size = 4
+    return config
+"""
 RECIPES = """
 from megatron.bridge.recipes.common import _pretrain_common
 LENGTH = 4096
@@ -529,6 +555,8 @@ def large():
 @pytest.mark.parametrize(
     ("text", "name", "model", "engine", "strategy"),
     [
+        (RETURNED, "larger", "llama3.1-8b", "torchtitan+whole-loss", "fsdp4-tp2+sp remat=full"),
+        (RETURNED, "in_8_bits", "llama3.1-8b", "torchtitan+whole-loss", "fsdp4-tp2+sp remat=full"),
         (RECIPES, "small", "llama3-8b", "megatron-bridge", "dp4-tp2+sp"),
     ],
 )
@@ -539,7 +567,8 @@ def test_one_function_of_a_python_file_is_read_with_those_that_it_calls(
     path.write_text(text)
     plan, _ = plan_of_file(tmp_path / f"mine.py:{name}", model, CLUSTER, engine=engine.partition("+")[0])
     assert (plan.engine, str(plan.strategies[1]), plan.seq_len) == (engine, strategy, 4096)
-    assert plan.global_batch == 64
+    assert plan.global_batch == {"larger": 16, "in_8_bits": 8, "small": 64}[name]
+    assert plan.levers == ({"float8": "rowwise"} if name == "in_8_bits" else {})
     with pytest.raises(UserError, match=f"name one of .*{name}"):
         plan_of_file(path, model, CLUSTER)
     with pytest.raises(UserError, match=f"did you mean .*{name}"):

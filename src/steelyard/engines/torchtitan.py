@@ -510,6 +510,7 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     if told := _float8(entries):
         levers[Float8.name] = told
     is_compiled = bool(entries.get("compile.enable", "training.compile"))
+    is_compiled &= "model" in entries.get("compile.components", default="model")
     is_async = bool(entries.get(*(f"{part}.{_ASYNC_TP_ENTRY}" for part in ("compile", "parallelism", "experimental"))))
     is_whole = is_old or "Chunked" not in str(entries.get("loss", default="Chunked"))
     chosen = {WHOLE_LOSS: is_whole, COMPILED: is_compiled and (is_old or not told), ASYNC_TP: is_async and tp > 1}
@@ -519,14 +520,11 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     entries.skip_like(_OF_TRAINING)
     rotation = f"{parallel}{_ROTATION}"
     entries.skip(*[rotation] * (entries.values.get(rotation) == _GATHERED))
-    unlike = []
+    unlike = _unlike(entries, chain, is_old=is_old, is_compiled=is_compiled)
     if entries.get("training.dtype") == "bfloat16" and levers:
         unlike.append("training.dtype bfloat16 (priced in float32)")
     elif entries.get("training.dtype") == "bfloat16":
         levers = {Weights.name: "bf16"}
-    every = entries.get("activation_checkpoint.selective_ac_option", default="2" if is_old else "op")
-    if mode == "selective" and every != "op":
-        unlike.append(f"activation_checkpoint.selective_ac_option {every} (priced as op)")
     return FileSettings(
         settings=Settings(
             tp=tp,
@@ -551,6 +549,21 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     )
 
 
+def _unlike(entries: Entries, chain: ModelChain, *, is_old: bool, is_compiled: bool) -> list[str]:
+    """Return names and values of entries that are priced differently, and skip those with the usual value."""
+    found, names = [], {each.name for each in _FLAVORS}
+    if entries.get("compile.enable") and not is_compiled:
+        found.append(f"compile.components {entries.get('compile.components')} (priced without compilation)")
+    if (flavor := entries.get("model.flavor", "model_spec.flavor")) is not None and flavor not in names:
+        found.append(f"model.flavor {flavor} (priced as {chain.name})")
+    every = entries.get("activation_checkpoint.selective_ac_option", default="2" if is_old else "op")
+    mode = entries.get("activation_checkpoint.mode", default="selective" if is_old else "none")
+    if mode == "selective" and every != "op":
+        found.append(f"activation_checkpoint.selective_ac_option {every} (priced as op)")
+    entries.skip(*(name for name, usual in _USUAL.items() if entries.values.get(name) in usual))
+    return found
+
+
 def _check_flavor(entries: Entries, chain: ModelChain) -> None:
     """Raise `UserError` if the file names another model that torchtitan defines."""
     folder, flavor = entries.get("model.name"), entries.get("model.flavor", "model_spec.flavor")
@@ -569,7 +582,10 @@ def _float8(entries: Entries) -> str:
     """Return the recipe of float8 in a file, empty without float8."""
     if entries.get("float8.enable_float8_linear") is False:
         return ""
-    converters = ("model.converters", "converters", "model_spec.converters"), ("quantize.linear",)
+    converters = (
+        ("model.converters", "converters", "model_spec.converters", "model_converters.converters"),
+        ("quantize.linear",),
+    )
     old = ("float8.recipe_name",), ("float8.enable_float8_linear",)
     told = "".join(str(each) for each in [entries.get(*names) for names in (*converters, *old)] if each)
     usual = "rowwise" if "Converter" in told else "tensorwise"  # of 0.3, and of 0.2
@@ -595,31 +611,47 @@ def _toml_values(text: str) -> dict[str, Any]:
 
 
 def _function_values(text: str) -> dict[str, Any]:
-    """Return the values that a configuration function assigns, by path below ``config``; expressions stay code."""
-    found: dict[str, Any] = {}
+    """Return the values that a configuration function assigns or returns, by path below ``config``; expressions stay
+    code."""
+    given: list[tuple[str, ast.expr]] = []
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Assign) or not ast.unparse(node.targets[0]).startswith("config."):
-            continue
-        path = ast.unparse(node.targets[0]).removeprefix("config.")
-        if path == "activation_checkpoint":
-            kind = ast.unparse(node.value).partition("AC")[0].lower()
-            found["activation_checkpoint.mode"] = kind
-        elif path == "model_spec" and isinstance(node.value, ast.Call) and node.value.args:
-            found["model_spec.flavor"] = literal(node.value.args[0])
-            found |= {f"model_spec.{each.arg}": literal(each.value) for each in node.value.keywords}
-        elif isinstance(node.value, ast.Call) and node.value.keywords:
-            found |= {f"{path}.{each.arg}": literal(each.value) for each in node.value.keywords}
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("config."):
+            given.append((ast.unparse(node.targets[0]).removeprefix("config."), node.value))
+        elif isinstance(node, ast.Return | ast.Assign) and isinstance(node.value, ast.Call):
+            given += [(each.arg, each.value) for each in node.value.keywords if each.arg]
+    found: dict[str, Any] = {}
+    for path, value in given:
+        called = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+        if path == "activation_checkpoint" and called != _OLD_CHECKPOINTS:
+            found["activation_checkpoint.mode"] = ast.unparse(value).partition("AC")[0].lower()
+        elif path == "model_spec" and isinstance(value, ast.Call) and value.args:
+            found["model_spec.flavor"] = literal(value.args[0])
+            found |= {f"model_spec.{each.arg}": literal(each.value) for each in value.keywords}
+        elif isinstance(value, ast.Call) and value.keywords:
+            found |= {f"{path}.{each.arg}": literal(each.value) for each in value.keywords}
         else:
-            found[path] = literal(node.value)
+            found[path] = literal(value)
+        if called == _OLD_CHECKPOINTS:
+            found.setdefault("loss", "of the whole sequence")
     return found
 
 
+_OLD_CHECKPOINTS = "ActivationCheckpointConfig"
+"""Class of configuration functions before 0.3, and before losses in pieces."""
+_USUAL: Mapping[str, tuple[Any, ...]] = {
+    "optimizer.name": ("AdamW", "Adam"),
+    "model.norm_type": ("rmsnorm",),
+    "parallelism.expert_tensor_parallel_degree": (1,),
+    "training.data_parallel_degree": (-1,),
+    "training.fp8_linear": ("",),
+}
+"""Values of older entries with which the trainer is as priced."""
 _OF_TRAINING = (
-    r"(job|metrics|checkpoint|lr_scheduler|profiling|validation|comm|debug)\..*|model\.hf_assets_path|"
+    r"(job|dataloader|validator|metrics|checkpoint|lr_scheduler|profiling|validation|comm|debug|dataset)\..*|hf_assets_path|model\.(hf_assets_path|tokenizer_path)|"
     r"model_spec\.model\.norm\.eps|"
-    r"training\.(steps|max_norm|dataset|dataset_path|seed|gc_freq|deterministic|mixed_precision_reduce|"
+    r"training\.(steps|epochs|warmup_steps|max_norm|dataset|dataset_path|seed|gc_freq|deterministic|mixed_precision_reduce|"
     r"disable_cuda_graphs)|"
-    r"optimizer\.(lr|eps|beta1|beta2|weight_decay|implementation)|compile\.components|activation_checkpoint\."
+    r"optimizer\.(lr|eps|beta1|beta2|weight_decay|implementation|fused)|activation_checkpoint\."
     r"per_op_sac_force_recompute_mm_shapes_by_fqns"
 )
 """Entries of TOML files about data, learning rates, checkpoints and logs."""
