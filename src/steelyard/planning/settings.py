@@ -81,7 +81,9 @@ def plan_of_file(
         known = {name: each.reader.suffixes for name, each in READERS.items() if each.reader is not None}
         raise UserError(
             field="--from",
-            found=str(path) if runs_it is None else f"a file of {runs_it.name}",
+            found=f"{path}: no file of these, by its ending and content"
+            if runs_it is None
+            else f"a file of {runs_it.name}",
             expected="; ".join(f"{name}: {' or '.join(suffixes)}" for name, suffixes in known.items()),
             hint="give the settings to steelyard price by its options",
         )
