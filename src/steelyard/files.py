@@ -7,13 +7,15 @@ raises `OSError` or `ValueError` with a reason in words, which each caller turns
 
 import json
 import re
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from steelyard.errors import UserError, nearest
 from steelyard.units import KIB, MIB, format_bytes
 
 MOST_BYTES = 64 * MIB
@@ -141,3 +143,68 @@ def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _too_deep() -> ValueError:
     return ValueError(f"values nested too deep, more than {MOST_DEPTH} levels")
+
+
+def first_error(error: ValidationError, model: type[BaseModel], error_type: type[UserError]) -> UserError:
+    """Return the most informative mistake: a misspelt key rather than the missing key that it was meant to be."""
+    details = error.errors()
+    detail = next((entry for entry in details if entry["type"] == "extra_forbidden"), details[0])
+    location = detail["loc"]
+    field = _dotted(part for part in location if part not in _CLASSES) or "file"
+    if detail["type"] == "extra_forbidden":
+        known = _known_keys(model, location[:-1])
+        return error_type(
+            field=field,
+            found=f"the unknown key {location[-1]!r}",
+            expected="one of " + ", ".join(known),
+            hint=_REMOVED_KEYS.get(str(location[-1])) or nearest(str(location[-1]), known),
+        )
+    if detail["type"] == "missing":
+        return error_type(field=field, found="nothing", expected="a value: this key is required", hint="add the key")
+    text = repr(detail["input"])
+    return error_type(
+        field=field,
+        found=text if len(text) <= _SHOWN_WIDTH else text[:_SHOWN_WIDTH] + "…",
+        expected=_LENGTHS.get(detail["type"], "").format(**detail.get("ctx", {}))
+        or detail["msg"].removeprefix("Input should be "),
+        hint=detail.get("ctx", {}).get("hint", "correct the value"),
+    )
+
+
+_CLASSES = ("ModelSplit", "OwnSplit")
+"""Class names that pydantic inserts into the location of a mistake when a value may be of several classes."""
+
+
+def _dotted(location: Iterable[int | str]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """Return the keys that the part of the file at ``location`` may have."""
+    current: list[type[BaseModel]] = [model]
+    for part in (each for each in location if isinstance(each, str)):
+        if part in _CLASSES:
+            current = [each for each in current if each.__name__ == part]
+        elif current:
+            types = _model_types(current[0].model_fields[part].annotation)
+            current = [each for each in types if isinstance(each, type) and issubclass(each, BaseModel)]
+    return list(current[0].model_fields) if current else []
+
+
+def _model_types(annotation: Any) -> list[Any]:
+    arguments = getattr(annotation, "__args__", ())
+    found = [annotation]
+    for argument in arguments:
+        found.extend(_model_types(argument))
+    return found
+
+
+_REMOVED_KEYS = {
+    "spares": "remove the key: `steelyard train --elastic` plans when a node is lost",
+    "gathered_entries": "remove the key: a loss over pairs is no longer supported",
+}
+_SHOWN_WIDTH = 120
+_LENGTHS = {"too_short": "at least {min_length} in the list", "too_long": "at most {max_length} in the list"}

@@ -346,5 +346,5 @@ def test_a_transformers_config_or_model_is_planned_as_its_config_file(tmp_path: 
 
 
 def test_a_precision_without_a_meaning_names_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"found float32 (.|\n)*did you mean fp32"):
+    with pytest.raises(UserError, match=r"found 'float32'(.|\n)*did you mean fp32"):
         find_plan("gpt2", ONE, global_batch=8, seq_len=32, precision="float32")  # type: ignore[arg-type]

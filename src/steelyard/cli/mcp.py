@@ -23,8 +23,8 @@ from steelyard import __version__
 from steelyard.cli.app import COMMANDS
 from steelyard.cli.schema import printed_schema
 from steelyard.errors import UserError
+from steelyard.files import first_error
 from steelyard.model.own import BUILDER
-from steelyard.plan.file import first_error
 
 if TYPE_CHECKING:
     from mcp.server.lowlevel import Server

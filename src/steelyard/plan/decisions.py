@@ -1,12 +1,12 @@
 """The user's decisions: choices withheld from the search, stored with the plan so that a later search respects them."""
 
 from collections.abc import Callable, Collection
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationError
 
 from steelyard.errors import UserError
-from steelyard.files import FilePart
+from steelyard.files import FilePart, first_error
 from steelyard.limits import MOST_DEVICES, DeviceCount, Microbatches
 from steelyard.plan.dimensions import DIMENSIONS, modes
 from steelyard.plan.strategy import Remat
@@ -57,6 +57,17 @@ class Decisions(FilePart):
     partition: Partition | None = None
     uniform: Literal[True] | None = None
     """One strategy for all layers and one remat choice for all blocks, as without a planner."""
+
+    if not TYPE_CHECKING:  # type checkers read the fields
+
+        def __init__(self, **given: Any) -> None:
+            """Raise `UserError` that names the field for a wrong value."""
+            try:
+                super().__init__(**given)
+            except ValidationError as error:
+                raise first_error(error, type(self), UserError) from error
+
+        __init__.__pydantic_base_init__ = True  # a plan file is validated as one, with the place of its mistake
 
     @property
     def allowed_schedules(self) -> tuple[str, ...]:

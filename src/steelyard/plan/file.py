@@ -8,14 +8,15 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from steelyard.errors import InvalidPlanError, UserError, nearest
-from steelyard.files import read_json
+from steelyard.arguments import checked
+from steelyard.errors import InvalidPlanError, UserError
+from steelyard.files import first_error, read_json
 from steelyard.output import write_file
 from steelyard.plan.plan import Plan
 
@@ -46,11 +47,13 @@ def digest(entries: Mapping[str, object]) -> str:
 FileModel = TypeVar("FileModel", bound=BaseModel)
 
 
+@checked
 def read_plan(path: str | Path) -> Plan:
     """Read the plan in a file. Raise `InvalidPlanError` if the file is missing, truncated, or not a valid plan."""
     return parse_file(Path(path), Plan, InvalidPlanError, what="plan")
 
 
+@checked
 def write_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan as JSON that `read_plan` reads back to an equal plan. Raise `UserError` if it cannot be written."""
     write_file(Path(path), dump_json(plan) + "\n", "plan")
@@ -100,70 +103,7 @@ def parse_value(content: Any, model: type[FileModel], error_type: type[UserError
         raise error_type(field="file", found="values nested too deep", expected=f"a {what} in JSON") from None
 
 
-def first_error(error: ValidationError, model: type[BaseModel], error_type: type[UserError]) -> UserError:
-    """Return the most informative mistake: a misspelt key rather than the missing key that it was meant to be."""
-    details = error.errors()
-    detail = next((entry for entry in details if entry["type"] == "extra_forbidden"), details[0])
-    location = detail["loc"]
-    field = _dotted(part for part in location if part not in _CLASSES) or "file"
-    if detail["type"] == "extra_forbidden":
-        known = _known_keys(model, location[:-1])
-        return error_type(
-            field=field,
-            found=f"the unknown key {location[-1]!r}",
-            expected="one of " + ", ".join(known),
-            hint=_REMOVED_KEYS.get(str(location[-1])) or nearest(str(location[-1]), known),
-        )
-    if detail["type"] == "missing":
-        return error_type(field=field, found="nothing", expected="a value: this key is required", hint="add the key")
-    text = repr(detail["input"])
-    return error_type(
-        field=field,
-        found=text if len(text) <= _SHOWN_WIDTH else text[:_SHOWN_WIDTH] + "…",
-        expected=_LENGTHS.get(detail["type"], "").format(**detail.get("ctx", {}))
-        or detail["msg"].removeprefix("Input should be "),
-        hint=detail.get("ctx", {}).get("hint", "correct the value"),
-    )
-
-
-_CLASSES = ("ModelSplit", "OwnSplit")
-"""Class names that pydantic inserts into the location of a mistake when a value may be of several classes."""
-
-
-def _dotted(location: Iterable[int | str]) -> str:
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
-
-
-def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """Return the keys that the part of the file at ``location`` may have."""
-    current: list[type[BaseModel]] = [model]
-    for part in (each for each in location if isinstance(each, str)):
-        if part in _CLASSES:
-            current = [each for each in current if each.__name__ == part]
-        elif current:
-            types = _model_types(current[0].model_fields[part].annotation)
-            current = [each for each in types if isinstance(each, type) and issubclass(each, BaseModel)]
-    return list(current[0].model_fields) if current else []
-
-
-def _model_types(annotation: Any) -> list[Any]:
-    arguments = getattr(annotation, "__args__", ())
-    found = [annotation]
-    for argument in arguments:
-        found.extend(_model_types(argument))
-    return found
-
-
-_REMOVED_KEYS = {
-    "spares": "remove the key: `steelyard train --elastic` plans when a node is lost",
-    "gathered_entries": "remove the key: a loss over pairs is no longer supported",
-}
 _LINE_WIDTH = 110
-_SHOWN_WIDTH = 120
-_LENGTHS = {"too_short": "at least {min_length} in the list", "too_long": "at most {max_length} in the list"}
 
 
 def _dump(value: Any, *, indent: int) -> str:

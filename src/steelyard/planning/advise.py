@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
+from steelyard.arguments import checked
 from steelyard.engines import check_levers
 from steelyard.engines.engine import Engine, options_in
 from steelyard.errors import UserError
@@ -77,6 +78,7 @@ class Change(NamedTuple):
         return max((*(lever.result for lever in levers), *own, stepped), key=RESULTS.index)
 
 
+@checked
 def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lambda _: None) -> Found:
     """Return the needs of the request itself, and the effect of each change of levers or options of its engine.
 

@@ -16,8 +16,9 @@ from importlib import import_module
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from steelyard.arguments import checked
 from steelyard.cost.job import ASSUMED_IMBALANCE, Job
 from steelyard.cost.predict import predict
 from steelyard.engines import ENGINES
@@ -147,12 +148,13 @@ def is_module(value: object) -> bool:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
+@checked
 def find_plan(
     config: Any,
-    cluster: str | Cluster,
+    cluster: str | Path | Cluster,
     *,
-    global_batch: int,
-    seq_len: int | None = None,
+    global_batch: int | Literal["max", "devices"],
+    seq_len: int | Literal["max"] | None = None,
     precision: Precision = "bf16",
     memory: str | int | None = None,
     memory_margin: float | None = None,
@@ -185,7 +187,9 @@ def find_plan(
     pair of inputs and targets. Without ``loss``, the module returns its loss. ``blocks`` names the lists of blocks if
     they are not found. A `peft.PeftModel` becomes its base model and the lever for its adapters.
 
-    ``seq_len`` may be omitted if only one length is possible: that of an image or of your own module's sample.
+    ``global_batch`` is the number of samples of a step, ``"devices"`` for one per device, or ``"max"`` for the most
+    that fit. ``seq_len`` is the number of tokens of a sample, or ``"max"``. It may be omitted if only one length is
+    possible: that of an image or of your own module's sample.
 
     ``freeze`` names the modules or parameters that are not trained, by their paths in ``named_parameters``, with shell
     wildcards such as ``*``. Parameters of your own module without gradients are not trained either.
@@ -206,6 +210,15 @@ def find_plan(
         from steelyard.modules.own_proof import Built, own_model
 
         own = own_model(Built(module=config, sample=sample, loss=loss, blocks=blocks))
+    unread = {} if own is not None else {"sample": sample, "loss": loss, "blocks": blocks}
+    for name, value in unread.items():
+        if value is not None:
+            raise UserError(
+                field=name,
+                found=f"{name} for a model of transformers",
+                expected="a torch.nn.Module of your own as the config",
+                hint=f"leave {name} out",
+            )
     request = make_request(
         config,
         cluster,
@@ -256,6 +269,7 @@ def _chain_of(config: Any) -> ModelChain:
     return chain_from_config(json.loads(config.to_json_string()), name=name)
 
 
+@checked
 def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> PlanningResult:
     """Return the finished plan of a request, or the nearest miss.
 

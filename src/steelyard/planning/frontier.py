@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Self
 
+from steelyard.arguments import checked
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.context import slack_fraction
 from steelyard.cost.job import Job
@@ -37,6 +38,7 @@ OFFER_LIMIT_S = 30.0
 """Time limit in seconds of the search of one offer, which is represented by the best plan found by then."""
 
 
+@checked
 def find_trade_offs(
     request: PlanRequest,
     job: Job | None = None,

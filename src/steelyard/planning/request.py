@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, get_args
 
+from steelyard.arguments import check_types, checked
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines import check_levers, engine_of
 from steelyard.engines.capabilities import unsupported
@@ -180,6 +181,7 @@ class PlanRequest:
     """Price per device-hour."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         _check_sizes(self)
         _check_model(self)
         if not 0 <= (self.memory_margin or 0.0) <= MOST_MARGIN:
@@ -236,9 +238,10 @@ class Elsewhere(TypedDict, total=False):
     engine: str | None
 
 
+@checked
 def make_request(
     model: Any,
-    cluster: str | Cluster,
+    cluster: str | Path | Cluster,
     *,
     global_batch: int | Literal["max", "devices"],
     seq_len: int | Literal["max"] | None = None,
@@ -259,6 +262,8 @@ def make_request(
     name of the lever. ``asked`` are fields of `PlanRequest`. Raises one `UserError` for all misspelt values among
     model, cluster, memory and profile.
     """
+
+    cluster = str(cluster) if isinstance(cluster, Path) else cluster
 
     def read_chain() -> ModelChain:
         if own is not None and image_size is not None:

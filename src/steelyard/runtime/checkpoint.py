@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.optim import Optimizer
 from torch.serialization import _get_layout
 
+from steelyard.arguments import checked
 from steelyard.errors import InvalidCheckpointError, first_line
 from steelyard.plan.plan import Plan
 from steelyard.runtime.checkpoint_folder import (
@@ -363,6 +364,7 @@ def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = 
 _NUM_STEPS = "steelyard.num_steps"
 
 
+@checked
 def save_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:
     """Write parameters, optimizer states and the number of steps to a folder; a collective call.
 
@@ -391,6 +393,7 @@ def _replace_files(part: Path, folder: Path) -> None:
     part.rmdir()
 
 
+@checked
 def load_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:
     """Load a checkpoint of `save_checkpoint`, written under any plan of the model, in place; a collective call."""
     steps, reader = {_NUM_STEPS: torch.tensor(0)}, CheckpointReader(Path(folder))

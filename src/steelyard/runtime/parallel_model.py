@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from steelyard.arguments import checked
 from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
@@ -117,6 +118,7 @@ class ParallelModel:
         routers = self.chunks[0].routers
         return routers.loss.coefficient if routers else 0.0
 
+    @checked
     def train_step(
         self,
         read: Callable[[list[int]], Tensor | Samples],
@@ -159,6 +161,7 @@ class ParallelModel:
         mean, self.router_loss = self._mean_loss(losses)
         return mean
 
+    @checked
     def eval_step(
         self,
         read: Callable[[list[int]], Tensor | Samples],
@@ -177,6 +180,7 @@ class ParallelModel:
                 chunk.end_evaluation()
             return self._mean_loss(losses)[0]
 
+    @checked
     def predict_step(
         self, read: Callable[[list[int]], Tensor | Samples], *, model_kwargs: ModelKwargs | None = None
     ) -> Tensor:
@@ -275,6 +279,7 @@ class ParallelModel:
         """Return this rank's sharded parameters."""
         return concatenated.from_iterable(chunk.layers.parameters() for chunk in self.chunks)
 
+    @checked
     def make_optimizers(self, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> list[Optimizer]:
         """Make one optimizer per mesh and placement of trained parameters, because fused updates do not mix meshes."""
         groups: dict[object, list[nn.Parameter]] = {}
@@ -284,6 +289,7 @@ class ParallelModel:
         return [make(group) for group in groups.values()]
 
     @torch.no_grad()
+    @checked
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``, if that is not 0.
 
@@ -513,6 +519,7 @@ def _numbers(samples: list[int]) -> Samples:
     return Samples(inputs=torch.tensor(samples), labels=torch.tensor(samples))
 
 
+@checked
 def parallelize(model: nn.Module, plan: Plan | str | Path, *, loss: Loss | None = None, seed: int = 0) -> ParallelModel:
     """Return this rank's part of ``model`` under ``plan`` (or its file); call it on every process of the plan's world.
 

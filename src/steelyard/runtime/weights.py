@@ -29,6 +29,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.core_model_loading import rename_source_key as renamed_key
 
+from steelyard.arguments import checked
 from steelyard.errors import InvalidCheckpointError, InvalidModelError
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
@@ -366,6 +367,7 @@ def export_weights(
         ) from error
 
 
+@checked
 def save_weights(trainer: ParallelModel, folder: str | Path, *, merge: bool = False) -> None:
     """Write the weights of a model in a user's own loop to a new folder for ``from_pretrained``; a collective call.
 
