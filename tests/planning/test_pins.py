@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 
 from steelyard.errors import UserError
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.pins import Pin, parse_pin, pinned
+from steelyard.planning.problem import no_pipeline, pipeline_configs
+from steelyard.schedules import SCHEDULES
 from steelyard.search import search
+from tests.cost.examples import job
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_tables
 from tests.schedules.examples import pipeline
@@ -73,6 +77,8 @@ def test_a_pin_covers_the_layers_that_it_names(text: str, layers: list[int]) -> 
         ("tq8", "fsdp4-tp2"),
         ("tp2+pp", "tp2+sp"),
         ("", "requirements"),
+        ("tp=0", "--pin tp=2"),
+        ("schedule=zbv", "did you mean zb-v"),
     ],
 )
 def test_a_mistake_in_a_pin_says_what_was_expected(text: str, hint: str) -> None:
@@ -85,6 +91,20 @@ def test_a_mistake_in_a_pin_says_what_was_expected(text: str, hint: str) -> None
 def test_configs_of_the_pipeline_are_pinned() -> None:
     assert pin("stages=4").takes(pipeline(4, 8))
     assert not pin("stages=4").takes(pipeline(2, 8))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_pinned_schedule_is_tried_as_if_it_alone_were_allowed(name: str) -> None:
+    decisions = (Decisions(pins=(f"schedule={name}, stages=2",)), Decisions(schedules=(name,), num_stages=2))
+    found, allowed = ([each.pipeline for each in pipeline_configs(job(), asked)] for asked in decisions)
+    assert found == allowed
+    assert {each.schedule.name for each in found} == {name}
+
+
+def test_a_pinned_schedule_that_is_not_allowed_has_no_configuration() -> None:
+    decisions = Decisions(pins=("schedule=zb-v",), schedules=("gpipe",))
+    assert not pipeline_configs(job(), decisions)
+    assert "--schedule gpipe" in str(no_pipeline(job(), decisions))
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The user's decisions: choices withheld from the search, stored with the plan so that a later search respects them."""
 
+import re
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,6 +32,7 @@ def _keys_among(known: Callable[[], Collection[str]]) -> AfterValidator:
 Degree = Annotated[int, Field(ge=0, le=MOST_DEVICES)]
 Modes = Annotated[dict[str, tuple[bool | Degree | str, ...]], _keys_among(modes)]
 
+_PINNED_SCHEDULE = re.compile(r"\bschedule\s*=\s*([\w-]+)")
 _OPTIONS = {
     **{"num_stages": "stages", "most_stages": "max-stages", "num_microbatches": "microbatches"},
     **{"schedules": "schedule", "remats": "remat"},
@@ -71,8 +73,10 @@ class Decisions(FilePart):
 
     @property
     def allowed_schedules(self) -> tuple[str, ...]:
-        """Schedules that the search may choose, by name."""
-        return tuple(SCHEDULES) if self.schedules is None else self.schedules
+        """Schedules that the search may choose, by name: of those that are allowed, the ones that pins name, if any."""
+        allowed = tuple(SCHEDULES) if self.schedules is None else self.schedules
+        pinned = {name for pin in self.pins for name in _PINNED_SCHEDULE.findall(pin)}
+        return tuple(name for name in allowed if not pinned or name in pinned)
 
     def allows_stages(self, count: int) -> bool:
         """Return whether a pipeline may have this number of stages."""

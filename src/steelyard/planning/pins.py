@@ -20,7 +20,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, dimension_named, level_dimensions, modes
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
-from steelyard.schedules import PipelineConfig
+from steelyard.schedules import SCHEDULES, PipelineConfig
 
 SHOWN_CHOICES = 6
 """Number of values that a message lists before it ends in …"""
@@ -202,13 +202,18 @@ def _requirement(part: str, option: str, keys: Sequence[str]) -> list[tuple[str,
         return [(part, _ANY_DEGREE)] if part in DIMENSIONS else _levels(part, option)
     if key not in keys:
         raise UserError(field=option, found=repr(key), expected="one of " + ", ".join(keys), hint=nearest(key, keys))
-    choices = tuple(each.value for each in Remat) if key == "remat" else None
+    choices = {"remat": tuple(each.value for each in Remat), "schedule": tuple(SCHEDULES)}.get(key)
     choices = tuple(modes()[key][1].pin) if key in modes() else choices
     if choices is not None and value not in choices:
         shown = "|".join(choices[:SHOWN_CHOICES]) + "|…" * (len(choices) > SHOWN_CHOICES)
-        raise UserError(field=option, found=repr(part), expected=f"{key}={shown}", hint="correct the value")
-    if choices is None and key != "schedule" and not (value.isascii() and value.isdigit() and int(value) > 0):
-        raise UserError(field=option, found=repr(part), expected=f"{key}= a whole number of 1 or more", hint="")
+        raise UserError(field=option, found=repr(part), expected=f"{key}={shown}", hint=nearest(value, choices))
+    if choices is None and not (value.isascii() and value.isdigit() and int(value) > 0):
+        raise UserError(
+            field=option,
+            found=repr(part),
+            expected=f"{key}= a whole number of 1 or more",
+            hint=f"write for example {option} {key}=2",
+        )
     return [(key, value)]
 
 

@@ -248,7 +248,7 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
         of_batch = f"a divisor of the batch of {job.global_batch}"
         counts = _pinned("--microbatches", decisions.num_microbatches, counts, of_batch)
     schedules = [each for each in SCHEDULES.values() if each.name in decisions.allowed_schedules]
-    if refused := means.weight_pass_refusal(job.levers):
+    if schedules and (refused := means.weight_pass_refusal(job.levers)):
         if all(each.splits_backward for each in schedules):
             raise UserError(
                 field="--schedule",
@@ -257,7 +257,7 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
                 hint="name another one as well, or leave the lever out",
             )
         schedules = [each for each in schedules if not each.splits_backward]
-    if decisions.schedules is not None and not any(means.runs(each.name) for each in schedules):
+    if schedules and decisions.schedules is not None and not any(means.runs(each.name) for each in schedules):
         known = ", ".join(each for each in SCHEDULES if means.runs(each))
         raise UserError(
             field="--schedule",
@@ -290,7 +290,8 @@ def no_pipeline(job: Job, decisions: Decisions) -> UserError:
     pipelines = [each.pipeline for each in pipeline_configs(job, FREE)]
     stages = ", ".join(map(str, sorted({each.num_stages for each in pipelines})))
     counts = ", ".join(map(str, sorted({each.num_microbatches for each in pipelines})))
-    reasons = (f"; {each}: {SCHEDULES[each].why_nowhere}" for each in decisions.schedules or ())
+    named = decisions.allowed_schedules
+    reasons = (f"; {each}: {SCHEDULES[each].why_nowhere}" for each in named if len(named) < len(SCHEDULES))
     return UserError(
         field="pipeline",
         found=f"no configuration with {', '.join(asked.one_by_one())}",

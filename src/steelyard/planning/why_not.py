@@ -367,7 +367,9 @@ def why_not(request: PlanRequest, job: Job, pin: Pin) -> WhyNot:
     """
     pinned = insisting(pin.text).change(request)
     if not pipeline_configs(job, pinned.decisions):
-        return WhyNot(asked=pin.text, reasons=(f"not searched: {no_pipeline(job, pinned.decisions).expected}",))
+        return WhyNot(
+            asked=pin.text, reasons=(f"only these are searched: {no_pipeline(job, pinned.decisions).expected}",)
+        )
     result = Study(request, job).plan(insisting(pin.text))
     if isinstance(result, str):
         return WhyNot(asked=pin.text, reasons=(result,))
