@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -544,17 +544,23 @@ def _answer(name: str, plan: Plan | None, job: Job, missing_bytes: int | None = 
     return Answer(name=name, plan=plan, step_s=predict(plan, job).step_time_s)
 
 
+MOST_ORDERS = 6
+"""Number of orders of the device groups that even cuts are tried in: all orders of three groups."""
+
+
 def even_plan(job: Job, decisions: Decisions) -> Plan | None:
-    """Return the best plan of stages with equal numbers of devices and layers, in the order of the pools.
+    """Return the best plan of stages with equal numbers of devices and layers, over all pools in `MOST_ORDERS` orders.
 
     None if no such plan fits. Its strategies are the best ones for these cuts.
     """
     space, counts = GroupSpace(job, decisions), [each.cluster.num_devices for each in job.groups]
     even = {tuple(count // size for count in counts) for size in divisors(math.gcd(*counts))}
     best: Accepted | None = None
-    for config in sorted(space.configs(), key=lambda each: each.bound_s):
-        if config.placement.pools != tuple(range(len(counts))) or config.placement.stages not in even:
-            continue
+    over_all = [each for each in space.configs() if each.placement.pools == tuple(range(len(counts)))]
+    configs = sorted((each for each in over_all if each.placement.stages in even), key=lambda each: each.bound_s)
+    for config in (each for unordered in configs for each in islice(space.orders(unordered), MOST_ORDERS)):
+        if best is not None and config.bound_s * (1 - ROUNDING) >= best.outcome.score_s:
+            break
         tables = space.tables(config)
         if best is None or _even_bound_s(tables) < best.outcome.score_s:
             found = accept(job, [tables], partition="even").ranked
