@@ -47,6 +47,9 @@ def test_list_names_every_target(run: Run) -> None:
 def test_the_list_has_a_form_for_programs(run: Run) -> None:
     entries = json.loads(run("export", "--to", "list", "--json").output)
     assert [entry["target"] for entry in entries] == list(TARGETS)
+    assert all(entry["precisions"] for entry in entries)
+    (script,) = (entry for entry in entries if entry["target"] == "pytorch")
+    assert (script["precisions"], script["levers"]) == (["bf16", "fp32"], [])
 
 
 def test_without_an_output_the_file_is_printed(run: Run, folder: Path) -> None:

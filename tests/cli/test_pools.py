@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from steelyard.plan.file import read_plan
+from steelyard.report.plan_table import answer_view
 from tests.cli.conftest import Run, user_error
 
 POOLS = "1x2xh100-80gb+1x2xa100-80gb"
@@ -33,6 +35,16 @@ def test_a_plan_over_pools_says_which_stage_lies_where(run: Run, path: Path) -> 
     assert "Group 1x2xh100-80gb: 1 stage on 2 devices of 75.1 GiB (5% of 79.1 GiB left free)" in shown
     assert "Links assumed between groups" in shown
     assert {pool.name for pool in read_plan(path).stage_pools()} == set(POOLS.split("+"))
+
+
+def test_the_answer_shows_the_strategies_of_every_group(path: Path) -> None:
+    plan = read_plan(path)
+    shown = Console(width=200)
+    with shown.capture() as captured:
+        shown.print(answer_view(plan))
+    layers = captured.get().partition("Layers")[2]
+    assert all(str(strategy) in layers for strategy in set(plan.strategies))
+    assert len(set(plan.strategies)) > 1
 
 
 @pytest.mark.slow

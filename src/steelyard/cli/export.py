@@ -44,6 +44,7 @@ class Listed(TypedDict):
     software: str
     summary: str
     capabilities: Abilities
+    precisions: tuple[str, ...]
     levers: tuple[str, ...]
 
 
@@ -274,16 +275,20 @@ def _content(exported: Draft, fitted: FittedPlan, target: Target, headline: str,
 
 
 def _print_targets(as_json: bool) -> None:
-    listed: list[Listed] = [
-        {
-            "target": target.name,
-            "software": target.software,
-            "summary": target.summary,
-            "capabilities": _capabilities_content(ENGINE_OF_TARGET[target.name].capabilities),
-            "levers": tuple(LEVERS if target.starts_steelyard else ENGINE_OF_TARGET[target.name].levers),
-        }
-        for target in TARGETS.values()
-    ]
+    listed: list[Listed] = []
+    for target in TARGETS.values():
+        engine = ENGINE_OF_TARGET[target.name]
+        written = () if engine.capabilities.mixes_layers else engine.levers  # a script of stock calls has none
+        listed.append(
+            {
+                "target": target.name,
+                "software": target.software,
+                "summary": target.summary,
+                "capabilities": _capabilities_content(engine.capabilities),
+                "precisions": target.precisions or engine.precisions,
+                "levers": tuple(LEVERS if target.starts_steelyard else written),
+            }
+        )
     if as_json:
         options.print_json(listed)
         return
@@ -291,7 +296,8 @@ def _print_targets(as_json: bool) -> None:
     for each in listed:
         console.print(f"[bold]{each['target']}[/bold]  {each['software']}")
         words = [f"{name}: {text}" for name, text in each["capabilities"].items()]
-        console.print("  " + "; ".join([*words, *([f"levers: {', '.join(each['levers'])}"] if each["levers"] else [])]))
+        lists = {"precisions": each["precisions"], "levers": each["levers"]}
+        console.print("  " + "; ".join([*words, *(f"{name}: {', '.join(of)}" for name, of in lists.items() if of)]))
         console.print(f"  writes {each['summary']}", style="dim")
 
 

@@ -18,13 +18,14 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import BEGIN_WITH_THE_LAST, LayerRole, LayerType, Task
 from steelyard.model.split import BlockCall, ModelSplit
 from steelyard.plan.plan import OTHER_PLANS, Plan
-from steelyard.precision import SCALES_LOSS
+from steelyard.precision import Precision
 from steelyard.units import format_plural
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_plan.py"
 """Script that the export copies."""
 DIMENSIONS = frozenset({"dp", "fsdp", "tp"})
 """Parallelism dimensions that the script supports."""
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 STYLES: Mapping[str, str] = {
     "columns": "colwise",
     "rows": "rowwise",
@@ -93,8 +94,8 @@ def _refusals(plan: Plan, chain: ModelChain) -> Iterator[tuple[str, str, str]]:
         own = "a schedule that does not split backward passes, because stock calls do not split those of sharded layers"
         yield f"a plan under {plan.schedule}", own, f"plan with another --schedule, or {train}"
     refuse_untold("pytorch", chain)
-    if plan.precision == SCALES_LOSS:
-        yield f"a plan in {SCALES_LOSS}", "bf16 or fp32: the script does not scale the loss", train
+    if plan.precision not in PRECISIONS:
+        yield f"a plan in {plan.precision}", f"{' or '.join(PRECISIONS)}: the script does not scale the loss", train
     if len(set(plan.stage_sizes)) > 1:
         sizes, equal = ", ".join(map(str, plan.stage_sizes)), "stages of equal numbers of devices, which form one mesh"
         yield f"a plan with stages of {sizes} devices", equal, f"{train}, or plan with equal stages"
@@ -221,6 +222,7 @@ def _chain(chain: ModelChain, seq_len: int) -> dict[str, Any]:
 
 
 TARGET = Target(
+    precisions=PRECISIONS,
     name="pytorch",
     software="torch 2.13 and transformers 5",
     summary="a training script of stock PyTorch calls that runs the plan (with a strategy per layer) without steelyard",

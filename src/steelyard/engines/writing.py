@@ -246,6 +246,8 @@ class Target:
     """Whether the launch line is given once instead of on each host."""
     starts_steelyard: bool = False
     """Whether it starts steelyard's own runtime, which sets PyTorch's allocator by itself."""
+    precisions: tuple[Precision, ...] | None = None
+    """Precisions that it writes; None for all of its engine."""
     routers: str = "the auxiliary loss of routers"
     """Line on the part of router training that is not carried over."""
 

@@ -328,6 +328,9 @@ def _layers(plan: Plan, prediction: Prediction | None, file: Path | None, shown:
     count = "all blocks" if found.count(usual) == len(found) else f"{found.count(usual)} of {len(found)} blocks"
     yield Paragraph(label="Layers", text=f"{count}: {usual}")
     reasons = prediction.reasons if prediction is not None else ()
+    if plan.is_mixed:  # no reasons are known over several device groups
+        runs = [run for part in plan.parts for run in part.runs if run.strategy != usual]
+        reasons = tuple(f"{layers_text(plan.chain(), *run.layers)}: {run.strategy}" for run in runs)
     for text in reasons[:shown]:
         yield Paragraph(text=_shortened(text))
     others = len(reasons) - shown
