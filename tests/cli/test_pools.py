@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from steelyard.plan.file import read_plan
-from steelyard.report.plan_table import answer_view
+from steelyard.report.plan_table import answer_view, stage_table
 from tests.cli.conftest import Run, user_error
 
 POOLS = "1x2xh100-80gb+1x2xa100-80gb"
@@ -45,6 +45,18 @@ def test_the_answer_shows_the_strategies_of_every_group(path: Path) -> None:
     layers = captured.get().partition("Layers")[2]
     assert all(str(strategy) in layers for strategy in set(plan.strategies))
     assert len(set(plan.strategies)) > 1
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_shows_every_cell_of_the_strategies_whole(path: Path, width: int) -> None:
+    cells = {}
+    for each in (width, 200):
+        console = Console(width=each)
+        with console.capture() as captured:
+            console.print(stage_table(read_plan(path)))
+        rows = [line.strip("│┃").split("│") for line in captured.get().splitlines() if "│" in line]
+        cells[each] = ["".join("".join(column).split()) for column in zip(*rows, strict=True)]
+    assert cells[width] == cells[200]
 
 
 @pytest.mark.slow

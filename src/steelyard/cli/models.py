@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from rich.table import Column, Table
+from rich.table import Table
 from typing_extensions import TypedDict
 
 from steelyard.cli.options import AsJson, print_json, prints
@@ -11,7 +11,7 @@ from steelyard.hardware import devices as known_devices
 from steelyard.hardware import links as known_links
 from steelyard.model.read import chain_from_config, config_hash, load_config, model_names, model_source, packaged_split
 from steelyard.plan.prediction import CatalogueRates
-from steelyard.report.tables import cell, console, name
+from steelyard.report.tables import cell, console, folded, name
 from steelyard.units import GB, TERA, format_bytes, format_seconds
 
 
@@ -66,7 +66,7 @@ def models(as_json: AsJson = False) -> None:
 
 def _table(first: str, *others: str, of: str = "source") -> Table:
     """Return a table of names, which stay on one line so that they can be copied."""
-    return Table(name(first), *others, Column(of, overflow="fold"), header_style="bold")
+    return Table(name(first), *others, folded(of), header_style="bold")
 
 
 def _print(table: Table, content: Sequence[Mapping[str, object]], as_json: bool) -> None:

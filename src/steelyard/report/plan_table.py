@@ -28,7 +28,7 @@ from steelyard.plan.prediction import (
     margin_text,
     misfits,
 )
-from steelyard.report.tables import Paragraph, framed_table, name, number
+from steelyard.report.tables import Paragraph, folded, framed_table, name, number
 from steelyard.units import (
     GB,
     format_bytes,
@@ -140,8 +140,10 @@ def stage_table(plan: Plan) -> Table:
     """Return a row per run of equal layers: stage (and its chunk), ranks, layers, strategy."""
     chain = plan.chain()
     pools = [pool.name for pool in plan.stage_pools()] if plan.is_mixed else []
-    columns = ("stage", *(["group"] if pools else []), "ranks", "layers", "parallel", "remat")
-    table = framed_table("Strategies", *map(name, columns))
+    group = [folded("group")] if pools else []
+    table = framed_table(
+        "Strategies", name("stage"), *group, name("ranks"), folded("layers"), folded("parallel"), name("remat")
+    )
     for index, part in enumerate(plan.parts):
         for run_index, run in enumerate(part.runs):
             first = run_index == 0

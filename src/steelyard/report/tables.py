@@ -60,6 +60,11 @@ def name(heading: str = "") -> Column:
     return Column(heading, no_wrap=True, overflow="ignore")
 
 
+def folded(heading: str = "") -> Column:
+    """Return a column whose cells take several lines rather than lose their ends."""
+    return Column(heading, overflow="fold")
+
+
 def cell(value: float | None, show: Callable[[Any], str]) -> str:
     """Return a value as ``show`` prints it, or a dash for None."""
     return "–" if value is None else show(value)
