@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from steelyard.hardware import Backend
 from steelyard.model.read import chain_from_config
@@ -13,7 +14,7 @@ from steelyard.modules.any_model import changed_split_refused
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Certificate, CostSource, Prediction, StagePrediction
-from steelyard.report.run_table import CheckedRank, StageBudget, misfit_lines
+from steelyard.report.run_table import CheckedRank, StageBudget, misfit_lines, term_table
 from steelyard.runtime import dry_run
 from steelyard.runtime.dry_run import RankMemory
 from steelyard.runtime.peak_memory import Peak
@@ -182,6 +183,15 @@ def checked(budget_bytes: int, first_step_bytes: int = 0) -> CheckedRank:
 
 def test_the_context_and_the_share_of_slack_are_kept_free() -> None:
     assert checked(1000).allowance_bytes == 200 + (200 + 360) * 60 // 600
+
+
+def test_a_narrow_terminal_shows_the_names_of_all_rows() -> None:
+    shown = Console(width=60)
+    with shown.capture() as captured:
+        shown.print(term_table([checked(1000), checked(1000)]))
+    assert all(
+        words in captured.get() for words in ("peak in the first step", "context and slack", "predicted", "head")
+    )
 
 
 def test_a_rank_fits_to_the_last_byte() -> None:

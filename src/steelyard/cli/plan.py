@@ -174,7 +174,8 @@ def plan(
         console().print(answer_view(result.plan, engines=fastest, file=output, lost=lost))
         for other in others if engines else ():
             print(engine_line(other))
-        _print_next(result.plan, output, ("--builder", model) if own else (), is_exported=not refused)
+        builder = ("--builder", model) if own else ()
+        _print_next(result.plan, output, builder, is_exported=not refused, is_verbose=verbose)
 
 
 def _refusal_of_export(found: Plan | None) -> str:
@@ -188,9 +189,11 @@ def _refusal_of_export(found: Plan | None) -> str:
     return ""
 
 
-def _print_next(found: Plan, output: Path | None, builder: Sequence[str], *, is_exported: bool) -> None:
+def _print_next(
+    found: Plan, output: Path | None, builder: Sequence[str], *, is_exported: bool, is_verbose: bool
+) -> None:
     if output is None:
-        print("Next: add -o plan.json to keep the plan, -v to see all tables")
+        print("Next: add -o plan.json to keep the plan" + ("" if is_verbose else ", -v to see all tables"))
         return
     print(f"Written to {output}. Next:")
     commands = [("explain", output), ("report", output, "-o", output.with_suffix(".html"))]

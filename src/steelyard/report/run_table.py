@@ -13,7 +13,7 @@ from rich.table import Table
 from steelyard.plan.plan import Plan
 from steelyard.profiles.profile import Profile
 from steelyard.profiles.record import RunRecord
-from steelyard.report.tables import Paragraph, cell, framed_table, number
+from steelyard.report.tables import Paragraph, cell, framed_table, name, number
 from steelyard.units import MIB, format_bytes, format_plural, format_ranges, format_seconds
 
 
@@ -237,13 +237,12 @@ def headroom_line(checked: Sequence[CheckedRank]) -> str:
 
 def term_table(checked: Sequence[CheckedRank]) -> Table:
     """Return a column of found and one of predicted bytes per rank, by term."""
-    columns = (number(name) for rank in checked for name in (f"rank {rank.rank}", "predicted"))
-    table = framed_table("Found and predicted, per rank", "", *columns)
-    names = dict.fromkeys(name for rank in checked for terms in (rank.budget.predicted, rank.terms) for name in terms)
-    for name in names:
-        if name not in ALLOWANCES:
-            pairs = (terms.get(name) for rank in checked for terms in (rank.terms, rank.budget.predicted))
-            table.add_row(name, *(format_bytes(size) if size else "–" for size in pairs))
+    columns = (number(each, whole=False) for rank in checked for each in (f"rank {rank.rank}", "predicted"))
+    table = framed_table("Found and predicted, per rank", name(), *columns)
+    for term in dict.fromkeys(each for rank in checked for of in (rank.budget.predicted, rank.terms) for each in of):
+        if term not in ALLOWANCES:
+            pairs = (terms.get(term) for rank in checked for terms in (rank.terms, rank.budget.predicted))
+            table.add_row(term, *(format_bytes(size) if size else "–" for size in pairs))
     table.add_section()
     table.add_row(
         "tensors",
