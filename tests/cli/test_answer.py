@@ -98,6 +98,8 @@ def test_a_near_miss_is_answered_with_what_was_meant(text: str, hint: str) -> No
         (("plan", "llama3-8b"), "--cluster", "NODESxDEVICESxDEVICE"),
         (("plan",), "model", "steelyard plan --help"),
         (("nonsense",), "steelyard", "no such command 'nonsense'"),
+        (("plan", "llama3-8b", "--imbalance", "x"), "--imbalance", "found 'x'\n  expected: a valid number"),
+        (("solve", __file__), "problem", "steelyard plan --save-problem"),
     ],
 )
 def test_words_that_are_wrong_are_told_as_all_mistakes(

@@ -49,6 +49,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setattr(parity_run, "launch_parity", lambda *_, **__: FOUND | changes)
 
 
+def test_a_plan_of_another_engine_is_refused(tmp_path: Path) -> None:
+    path = plan_file(tmp_path)
+    content = json.loads(path.read_text()) | {"engine": "megatron"}
+    path.write_text(json.dumps(content))
+    result = CliRunner().invoke(app, ["parity", str(path)])
+    assert isinstance(result.exception, InvalidPlanError)
+    assert (result.exception.field, result.exception.found) == ("engine", "megatron")
+
+
 @pytest.mark.processes
 def test_a_plan_of_two_processes_equals_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fork_ranks(monkeypatch)

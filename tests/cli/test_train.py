@@ -1,5 +1,6 @@
 """Tests of the training command: its options are those of the processes that it starts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,22 @@ def test_an_optimizer_that_is_not_the_plans_is_refused_before_any_process_starts
     error = user_error(run("train", plan, "--data", "synthetic", "--optimizer", "sgd"))
     assert error.field == "--optimizer"
     assert error.found == "sgd, but the plan is for adamw"
+    unknown = user_error(run("train", plan, "--data", "synthetic", "--optimizer", "lion"))
+    assert "did you mean muon" in unknown.hint
+
+
+def test_elastic_says_which_option_of_plan_is_missing(run: Run, plan: Path) -> None:
+    content = json.loads(plan.read_text())
+    content.pop("prediction", None)
+    content["cluster"] = "1x2xcpu"
+    content.pop("hardware", None)
+    by_hand = plan.parent / "by-hand.json"
+    by_hand.write_text(json.dumps(content))
+    error = user_error(run("train", by_hand, "--data", "synthetic", "--elastic"))
+    assert (error.field, error.hint) == (
+        "--elastic: --memory",
+        "plan again with --memory: `train` reads it from the plan",
+    )
 
 
 def test_data_is_needed(run: Run, plan: Path) -> None:

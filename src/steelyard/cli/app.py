@@ -117,6 +117,9 @@ def usage_error(error: Any) -> UserError:
     if isinstance(error, typer.BadParameter) and not error.message:
         expected = str(getattr(parameter, "help", None) or "a value")
         return UserError(field=field, found="nothing", expected=expected, hint=f"see {path} --help")
+    for wrong in getattr(error.__context__, "errors", list)()[:1]:  # a value that pydantic could not convert
+        expected = wrong["msg"].removeprefix("Input should be ").partition(",")[0]
+        return UserError(field=field, found=repr(wrong["input"]), expected=expected, hint=f"see {path} --help")
     found, hint = getattr(error, "message", "").rstrip("."), f"see {path} --help"
     if close := getattr(error, "possibilities", None):
         hint = f"did you mean {' or '.join(close)}?"

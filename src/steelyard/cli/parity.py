@@ -50,8 +50,11 @@ def parity(
     """Train a narrow copy of the model under the plan and on one process: compare losses and gradients."""
     plan = read_plan(path)
     require_training("`steelyard parity` trains")
-    small = shrunk_plan(plan)
+    from steelyard.runtime.checks import check_engine
     from steelyard.runtime.parity_run import launch_parity
+
+    check_engine(plan)
+    small = shrunk_plan(plan)
 
     with progress(f"training on {small.num_devices} processes, then on one", silent=as_json):
         found = launch_parity(small, num_steps=steps, max_processes=max_processes)

@@ -44,6 +44,8 @@ def digest(entries: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:24]
 
 
+_WRITERS = {"problem": "plan --save-problem", "record": "train --record"}
+"""Commands that write a file, if they do not have its name."""
 FileModel = TypeVar("FileModel", bound=BaseModel)
 
 
@@ -77,7 +79,7 @@ def parse_file(path: Path, model: type[FileModel], error_type: type[UserError], 
         raise error_type(
             field=what,
             found=f"{path}: {error}",
-            expected=f"a complete JSON file written by steelyard {what}",
+            expected=f"a complete JSON file written by steelyard {_WRITERS.get(what, what)}",
             hint="the file is damaged or not JSON; write it again",
         ) from error
     return parse_value(content, model, error_type, what=what)

@@ -217,7 +217,10 @@ def check_replannable(plan: Plan, folder: Path, pool: str = "") -> None:
     try:
         job_of(request_of_plan(plan, folder=folder))
     except UserError as error:
-        raise type(error)(**error.parts() | {"field": f"--elastic: {error.field}"}) from error
+        parts = error.parts() | {"field": f"--elastic: {error.field}"}
+        if error.field.startswith("--"):
+            parts["hint"] = f"plan again with {error.field}: `train` reads it from the plan"
+        raise type(error)(**parts) from error
 
 
 RECUT_S = 10.0

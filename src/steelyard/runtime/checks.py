@@ -10,6 +10,7 @@ from pathlib import Path
 
 from steelyard.errors import InvalidCheckpointError, InvalidClusterError, InvalidDataError, InvalidPlanError, UserError
 from steelyard.hardware import Backend, DeviceType
+from steelyard.levers import Levers
 from steelyard.levers.optimizer import Optimizer
 from steelyard.model.read import folder_hint
 from steelyard.output import check_file, check_folder
@@ -217,6 +218,8 @@ def check_engine(plan: Plan) -> None:
 
 def check_optimizer(plan: Plan, options: TrainOptions) -> None:
     """Raise `UserError` if the optimizer is not the plan's, because the plan reserves memory for that one's states."""
+    if options.optimizer is not None:
+        Levers.of({Optimizer.name: options.optimizer})  # one that steelyard has
     planned = plan.chosen_levers.value(Optimizer).word
     if options.optimizer not in (None, planned):
         raise UserError(
