@@ -75,8 +75,13 @@ def test_a_cluster_without_nodes_is_answered_with_what_was_meant(text, meant):
 
 @pytest.mark.parametrize("text", ["0x8xa100-80gb", "1x0xa100-80gb"])
 def test_counts_of_zero_are_an_error(text):
-    with pytest.raises(InvalidClusterError, match="above zero"):
+    with pytest.raises(InvalidClusterError, match=r"NODESxDEVICESxDEVICE(.|\n)*to fix: write for example --cluster 1x"):
         parse_cluster(text)
+
+
+def test_too_many_devices_are_an_error_that_says_what_to_do():
+    with pytest.raises(InvalidClusterError, match=r"at most 65536\n  to fix: "):
+        parse_cluster("65536x8xa100-80gb")
 
 
 def test_an_unknown_device_in_a_text_names_the_nearest():

@@ -16,7 +16,7 @@ from steelyard.units import GB, GIB, MIB, TERA
 
 FULL_NODE = 8
 """Devices of a fully populated node."""
-_SHORT = re.compile(r"\s*([0-9]{1,9})\s*x\s*([0-9]{1,9})\s*x\s*(\S.*?)\s*", re.IGNORECASE)
+_SHORT = re.compile(r"\s*([1-9][0-9]{0,8})\s*x\s*([1-9][0-9]{0,8})\s*x\s*(\S.*?)\s*", re.IGNORECASE)
 
 
 def parse_cluster(text: str) -> Cluster:

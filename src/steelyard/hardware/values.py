@@ -252,7 +252,7 @@ class NodeGroup:
 
     def __post_init__(self) -> None:
         for name, count in (("num_nodes", self.num_nodes), ("devices_per_node", self.devices_per_node)):
-            _require_positive(name, count)
+            _require_positive(name, count, MOST_DEVICES)
         if self.host_memory_bytes is not None:
             _require_positive("host_memory_bytes", self.host_memory_bytes, MOST_BYTES)
         if self.num_nodes > 1 and self.inter_link is None:
@@ -288,7 +288,10 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.num_devices > MOST_DEVICES:
             raise InvalidClusterError(
-                field="cluster", found=f"{self.num_devices} devices", expected=f"at most {MOST_DEVICES}"
+                field="cluster",
+                found=f"{self.num_devices} devices",
+                expected=f"at most {MOST_DEVICES}",
+                hint="give fewer nodes or devices per node",
             )
         names = [each.name for each in self.groups]
         if len(names) == 1:
@@ -402,5 +405,8 @@ def joined_pools(pools: Sequence[Cluster], links: Sequence[Link | None]) -> Clus
 def _require_positive(name: str, value: float, most: float = MOST_PER_S) -> None:
     if isinstance(value, bool) or not 0 < value <= most:
         raise InvalidClusterError(
-            field=name, found=f"{value!r:.40}", expected=f"a finite number above zero, at most {most:g}"
+            field=name,
+            found=f"{value!r:.40}",
+            expected=f"a finite number above zero, at most {most:g}",
+            hint=f"correct {name}",
         )
