@@ -1,6 +1,7 @@
 """Tests of advice: the usual changes come first, and predicted effects equal those of planning with the change."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,6 +117,17 @@ def test_what_saves_time_comes_first_then_the_cheapest_memory_then_what_does_not
     faster = replace(dear, saved_bytes=0, step_s=0.9, slowdown=-0.1)
     none = replace(cheap, step_s=float("inf"), missing_bytes=5)
     assert faster.order < cheap.order < dear.order < none.order
+
+
+def test_what_needs_no_other_trace_is_tried_after_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, *[12.0] * 1000])
+    monkeypatch.setattr("steelyard.planning.advise.TOTAL_S", 10.0)
+    monkeypatch.setattr("steelyard.planning.advise.time", SimpleNamespace(process_time=lambda: next(times)))
+    _, found, _, untried = advise(_request("llama-demo", "1x1xrtx-4090", seq_len=64))
+    tried = {each.options.split()[0] for each in found}
+    assert "--optimizer" in tried
+    assert tried.isdisjoint({"--train", "--compile"})
+    assert "--train lora:r=16" in untried
 
 
 def test_options_of_an_engine_are_advised_alone_and_in_pairs() -> None:

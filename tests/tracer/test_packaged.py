@@ -24,7 +24,9 @@ def check(name: str) -> str:
     for seq_len in (further_lengths(span)[0], 512, span.start):
         found = packaged_trace(chain, seq_len=seq_len, precision=PRECISIONS[0], degrees=(1,))
         if found is not None:
-            return difference(trace(chain, seq_len=seq_len, precision=PRECISIONS[0], degrees=(1,)), found)
+            return difference(
+                trace(chain, seq_len=seq_len, precision=PRECISIONS[0], degrees=(1,), gpu_kernels=True), found
+            )
     return "no length is packaged"
 
 

@@ -19,6 +19,7 @@ from steelyard.engines.engine import Engine, options_in
 from steelyard.errors import UserError
 from steelyard.levers import LEVERS, Levers
 from steelyard.levers.lever import Result
+from steelyard.model.chain import ModelChain
 from steelyard.plan.choices import RESULTS, Advice, Found
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import device_bytes
@@ -32,7 +33,7 @@ from steelyard.units import format_seconds
 LIMIT_S = 2.0
 """Time limit in seconds of the search for the fastest plan under one change."""
 TOTAL_S = 10.0
-"""Process time in seconds after which no further change is tried."""
+"""Process time in seconds after which no further change is tried, if it needs another trace."""
 MOST_HINTED = 64
 """Largest number of devices for which changes are tried unasked."""
 MOST_PAIRS = 3
@@ -61,6 +62,10 @@ class Change(NamedTuple):
         """Whether its first lever takes long to try."""
         return bool(self.levers) and LEVERS[self.name].takes_long
 
+    def keeps_trace(self, chain: ModelChain) -> bool:
+        """Whether the model is traced as without the change."""
+        return Levers.of(self.levers).change(chain) is chain
+
     def of(self, request: PlanRequest) -> PlanRequest:
         """Return the request with this change. Raises `UserError` if it is impossible."""
         changed = with_levers(request, self.levers) if self.levers else request
@@ -83,7 +88,8 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
     """Return the needs of the request itself, and the effect of each change of levers or options of its engine.
 
     Levers that take long to try come last, none of them after half of the time, and are left out if advice was not
-    ``asked`` for. Pairs combine the best change of each lever, and each option, that saves memory or time.
+    ``asked`` for. Changes that need no new trace are tried for half as long again, after tracing others took the time.
+    Pairs combine the best change of each lever, and each option, that saves memory or time.
     """
     limited, deadline = replace(request, time_limit_s=LIMIT_S), time.process_time() + TOTAL_S
     progress("the job as asked")
@@ -101,7 +107,8 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
         text = change.text(request.engine)
         progress(f"{number} of {len(singles)} changes, {text}")
         reason = _refusal(request, change)
-        if not reason and time.process_time() > deadline - change.takes_long * TOTAL_S / 2:
+        more = change.keeps_trace(request.chain) - change.takes_long
+        if not reason and time.process_time() > deadline + more * TOTAL_S / 2:
             untried.append(text)
             continue
         each = reason or _try(limited, change, before, base_s)
