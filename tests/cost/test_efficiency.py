@@ -25,12 +25,16 @@ def test_every_device_of_the_catalogue_with_rates_has_a_generation(device) -> No
         ("a100-80gb", "ampere", False),
         ("h100-80gb", "hopper", False),
         ("H100-80GB", "hopper", False),
+        ("h20-141gb", "h20", True),
         ("v100-16gb", "volta", True),
         ("b200-180gb", "blackwell", True),
         ("mi300x", "cdna3", False),
         ("mi250x", "amd", True),
         ("gb200-186gb", "gb200", False),
         ("rtx-4090", "geforce", True),
+        ("rtx-4070-ti-super", "geforce", True),
+        ("l40", "geforce", True),
+        ("l40s", "ada", True),
         ("rtx-6000-ada", "ada", True),
         ("a10g", "ampere", False),
         ("t4", "volta", True),
@@ -43,7 +47,7 @@ def test_a_generation_is_fitted_or_assumed(device: str, generation: str, is_assu
     assert found.brief == f"{'assumed' if is_assumed else 'fitted'} ({generation})"
 
 
-@pytest.mark.parametrize("device", ["round", "a1000", "l40", "h1", ""])
+@pytest.mark.parametrize("device", ["round", "a1000", "l41", "h1", ""])
 def test_the_rates_of_an_unknown_device_are_assumed_and_the_entry_is_named(device: str) -> None:
     found = catalogue_rates(device)
     assert (found.generation, found.is_assumed, found.is_stand_in) == (STAND_IN, True, True)

@@ -79,18 +79,27 @@ def test_every_gpu_says_whose_it_is(device):
         ("h100-pcie-80gb", "bf16", 756e12),
         ("h100-nvl", "bf16", 835.5e12),
         ("h200", "bf16", 989.4e12),
+        ("h20-96gb", "bf16", 148e12),
+        ("h20-141gb", "fp8", 296e12),
         ("gh200-96gb", "bf16", 989.4e12),
         ("b200", "bf16", 2250e12),
         ("l4", "bf16", 121e12),
+        ("l20", "bf16", 119.5e12),
+        ("l40", "bf16", 181.05e12),
         ("l40s", "bf16", 362.05e12),
         ("a10", "bf16", 125e12),
         ("a10g", "bf16", 70e12),
+        ("a30", "bf16", 165e12),
         ("a40", "bf16", 149.7e12),
+        ("rtx-a4000", "bf16", 76.7e12),
+        ("rtx-a5000", "bf16", 111.1e12),
         ("rtx-a6000", "bf16", 154.8e12),
         ("rtx-3060", "bf16", 25.5e12),
         ("rtx-3090", "bf16", 71e12),
         ("rtx-4070-ti-super", "bf16", 88.2e12),
+        ("rtx-5080", "bf16", 112.6e12),
         ("rtx-5090", "bf16", 209.5e12),
+        ("dgx-spark", "bf16", 125e12),
         ("rtx-6000-ada", "bf16", 364.2e12),
         ("rtx-pro-6000", "bf16", 503.8e12),
         ("t4", "fp16", 65e12),
@@ -199,7 +208,7 @@ def test_devices_that_share_a_network_port_share_its_rate(name, bytes_per_s):
 
 @pytest.mark.parametrize(
     ("name", "suggestion"),
-    [("a100", "a100-80gb"), ("h100", "h100-80gb"), ("v100", "v100-16gb"), ("rtx4070", "rtx-4080"), ("mi300", "mi300x")],
+    [("a100", "a100-80gb"), ("h100", "h100-80gb"), ("v100", "v100-16gb"), ("rtx4060", "rtx-4080"), ("mi300", "mi300x")],
 )
 def test_unknown_device_names_the_nearest_ones(name, suggestion):
     with pytest.raises(InvalidClusterError, match=suggestion) as caught:
