@@ -424,6 +424,13 @@ def test_a_plan_has_the_size_of_the_images_and_is_priced_again(
     assert (error.field, error.found) == ("image_size", "none for qwen2_vl, which reads images of any size")
 
 
+@pytest.mark.parametrize("name", ["advise", "explore", "frontier", "price"])
+def test_other_commands_take_a_size_of_images_too(run: Run, tmp_path: Path, name: str) -> None:
+    job = ("--cluster", "1x1xa100-80gb", "--global-batch", 1, "--seq-len", 128, "--image-size", "448x672")
+    page = ("-o", tmp_path / "page.html") if name == "explore" else ()
+    assert user_error(run(name, "llama-demo", *job, *page)).found == "448x672 for llama"
+
+
 @pytest.mark.parametrize("size", ["0", "-28", "28x", "28x28x28", "28.0", "99999"])
 def test_a_size_of_images_is_one_or_two_numbers(run: Run, size: str) -> None:
     job = ("--cluster", "1x2xa100-80gb", "--seq-len", 16, f"--image-size={size}")

@@ -51,6 +51,7 @@ def advise(
     cluster: options.ClusterOption,
     global_batch: options.GlobalBatch,
     seq_len: options.SeqLen = None,
+    image_size: options.ImageSize = None,
     network: options.NetworkOption = None,
     memory: options.Memory = None,
     memory_margin: options.MemoryMargin = None,
@@ -70,6 +71,7 @@ def advise(
             global_batch=global_batch,
             seq_len="max" if most == SEQ_LEN else seq_len,
             network=network,
+            image_size=options.parse_image_size(image_size),
             memory=memory,
             memory_margin=memory_margin,
             precision=options.parse_precision(precision),
@@ -83,7 +85,7 @@ def advise(
         else:
             own, found, left_out, untried = advice_of(ask(levers), progress=show)
     asked = {"--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len, "--network": network}
-    asked |= {"--memory": memory, "--memory-margin": memory_margin}
+    asked |= {"--image-size": image_size, "--memory": memory, "--memory-margin": memory_margin}
     asked |= {"--precision": None if precision == "bf16" else precision, "--engine": engine}
     asked |= {f"--{name}": text for name, text in levers.items()}
 

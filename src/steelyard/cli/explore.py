@@ -30,6 +30,7 @@ def explore(
     global_batch: options.GlobalBatch,
     output: Annotated[Path, options.written("Write the page (.html) to this file.")],
     seq_len: options.SeqLen = None,
+    image_size: options.ImageSize = None,
     network: options.NetworkOption = None,
     memory: options.Memory = None,
     memory_margin: options.MemoryMargin = None,
@@ -55,6 +56,7 @@ def explore(
         "--memory-margin": memory_margin,
         "--global-batch": None if is_batch else global_batch,
         "--seq-len": seq_len if is_batch else None,
+        "--image-size": image_size,
         **{f"--{name}": text for name, text in levers.items()},
     }
     words = [word for name, value in given.items() if value is not None for word in (name, value)]
@@ -65,6 +67,7 @@ def explore(
             global_batch=global_batch,
             seq_len=seq_len,
             network=network,
+            image_size=options.parse_image_size(image_size),
             memory=memory,
             memory_margin=memory_margin,
             profile=profile,

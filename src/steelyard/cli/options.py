@@ -164,8 +164,10 @@ def real(option: str, least: float, most: float, example: str) -> Callable[[Any]
     return parse
 
 
-def parse_image_size(text: str) -> tuple[int, int] | Literal["none"]:
-    """Return height and width in ``448`` or ``448x672``, or ``none``; raises `UserError` for anything else."""
+def parse_image_size(text: str | None) -> tuple[int, int] | Literal["none"] | None:
+    """Return height and width in ``448`` or ``448x672``; ``none`` and None stay. Raises `UserError` for other text."""
+    if text is None:
+        return None
     if text == NO_IMAGES:
         return NO_IMAGES
     sides = text.split("x")

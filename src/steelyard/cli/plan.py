@@ -123,7 +123,7 @@ def plan(
             global_batch=global_batch or "devices",
             seq_len=seq_len,
             network=network,
-            image_size=None if image_size is None else options.parse_image_size(image_size),
+            image_size=options.parse_image_size(image_size),
             memory=memory,
             profile=profile,
             own=own,

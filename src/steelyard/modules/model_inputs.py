@@ -177,7 +177,8 @@ def _patches(config: Any, vision: Any) -> SplitFeatures:
             found=f"{' × '.join(map(str, sides)) or 'none'} for {config.model_type}, which reads images of any size",
             expected=f"one size for all images, with sides that are multiples of {patch * merge} (patch_size × "
             "spatial_merge_size)",
-            hint=f"pass --image-size {16 * patch * merge}, or none to plan its text alone",
+            hint=f"pass --image-size {16 * patch * merge} (none: its text alone), or write vision_config.image_size "
+            "into config.json",
         )
     rows, columns = (side // patch for side in sides)
     frames = getattr(vision, "temporal_patch_size", 1)
