@@ -1,5 +1,6 @@
 """Tests of the YAML for LLaMA-Factory: the plan as settings of a front end of accelerate, written and read."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from steelyard.planning.request import make_request
 from steelyard.planning.settings import plan_of_file, price_settings
 from tests.engines.examples import text_of, uniform
 from tests.engines.known import known_names
+from tests.modules.split_configs import split_config
 
 LORA = "lora:r=8,alpha=16,targets=q_proj+v_proj,dropout=0"
 ONE, EIGHT = "1x1xrtx-4090", "1x8xh100-80gb"
@@ -56,9 +58,11 @@ ddp_timeout: 180000000
 """
 
 
-def contents(levers: dict[str, str], cluster: str, settings: Settings) -> tuple[Any, dict[str, str]]:
+def contents(
+    levers: dict[str, str], cluster: str, settings: Settings, model: str = "llama-demo", seq_len: int = 256
+) -> tuple[Any, dict[str, str]]:
     """A priced plan, and the files that LLaMA-Factory gets."""
-    request = make_request("llama-demo", cluster, global_batch=16, seq_len=256, levers=levers, engine="accelerate")
+    request = make_request(model, cluster, global_batch=16, seq_len=seq_len, levers=levers, engine="accelerate")
     plan, _ = price_settings(request, ENGINES["accelerate"], "bf16", settings)
     written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(cluster))
     return plan, dict(export_plan(TARGETS["llama-factory"], written).files)
@@ -105,6 +109,19 @@ def test_what_is_written_is_read_again(
     assert not notes
     assert again.chosen_levers == plan.chosen_levers
     assert again.prediction == plan.prediction
+
+
+@pytest.mark.slow
+def test_a_tower_that_the_plan_trains_is_not_frozen_and_one_that_the_file_freezes_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(split_config("qwen2_5_vl")))
+    plan, files = contents({"train": "lora:r=4"}, ONE, Settings(zero=0), str(tmp_path), 16)
+    path, content = tmp_path / "llama_factory.yaml", yaml.safe_load(files["llama_factory.yaml"])
+    path.write_text(files[path.name])
+    again, notes = plan_of_file(path, str(tmp_path), ONE)
+    assert (again.prediction, notes) == (plan.prediction, ())
+    assert set(content) <= known_names("llamafactory-0.9.5.txt")
+    path.write_text(yaml.safe_dump({key: value for key, value in content.items() if key != "freeze_vision_tower"}))
+    assert "freeze_vision_tower, which is on (priced as trained)" in plan_of_file(path, str(tmp_path), ONE)[1][0]
 
 
 @pytest.mark.slow

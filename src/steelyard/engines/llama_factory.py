@@ -28,6 +28,7 @@ from steelyard.levers.quantized_base import QuantizedBase
 from steelyard.levers.train import ALL_LINEAR, Train
 from steelyard.levers.weights import Weights
 from steelyard.model.chain import ModelChain
+from steelyard.model.family import Task
 from steelyard.plan.strategy import Remat
 
 _FILE, _LAUNCH_FILE = "llama_factory.yaml", "accelerate.yaml"
@@ -41,7 +42,8 @@ _BASE = {
 
 def _write(request: Request) -> Draft:
     view, levers = UniformPlan.of(request.plan), request.plan.chosen_levers
-    content = _content(view, is_pure=not levers.value(Weights).is_default) | _levers(levers)
+    images = dict.fromkeys(_FROZEN, False) if _reads_images(request.plan.chain()) else {}
+    content = _content(view, is_pure=not levers.value(Weights).is_default) | images | _levers(levers)
     files = [(_FILE, yaml.safe_dump(content, sort_keys=False))]
     left_out = [
         f"the model: add model_name_or_path, an ID or folder with the config of {request.plan.model.name}",
@@ -66,6 +68,14 @@ def _write(request: Request) -> Draft:
         launch=launch,
         usage=("for DeepSpeed instead: export --to deepspeed, and write deepspeed: ds_config.json into the file",),
     )
+
+
+_FROZEN = ("freeze_vision_tower", "freeze_multi_modal_projector")
+"""Entries that are true by default: such parts are not trained, and get no adapters."""
+
+
+def _reads_images(chain: ModelChain) -> bool:
+    return chain.family.task is Task.IMAGE_TEXT
 
 
 def _content(view: UniformPlan, *, is_pure: bool) -> dict[str, Any]:
@@ -145,6 +155,7 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
         )
     entries.refuse(_REFUSED)
     entries.skip_like(_OF_TRAINING)
+    frozen = [name for name in _FROZEN if entries.get(name, default=True)] if _reads_images(chain) else []
     entries.skip(*(name for name, value in entries.values.items() if value is False))
     with_deepspeed = deepspeed.is_named(entries)
     is_kept = entries.get("disable_gradient_checkpointing") is True
@@ -162,6 +173,7 @@ def _read(entries: Entries, chain: ModelChain, num_devices: int) -> FileSettings
     unlike += [] if entries.get("neat_packing", "packing") else ["packing, which is off (priced with full sequences)"]
     is_half = is_pure or entries.get("bf16") or "train" in levers  # a frozen base computes in the type of its file
     micro_batch = entries.number("per_device_train_batch_size", default=8)
+    unlike += [f"{name}, which is on (priced as trained)" for name in frozen]
     steps = entries.number("gradient_accumulation_steps")
     found = FileSettings(
         settings=Settings(zero=zero, remat=Remat.NONE if is_kept else Remat.FULL),
