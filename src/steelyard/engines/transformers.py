@@ -31,7 +31,7 @@ CAPABILITIES = Capabilities(
     experts_of=frozenset(
         {
             *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe"),
-            *("glm4_moe_lite", "nemotron_h"),
+            *("glm4_moe_lite", "minimax_m2", "nemotron_h"),
         }
     ),
     never_divided=frozenset(
@@ -47,10 +47,11 @@ CAPABILITIES = Capabilities(
                 "hunyuan_v1_dense",
                 "jetmoe",
                 "lfm2",
+                "modernbert",
                 "mpt",
                 "opt",
             ),
-            *("persimmon", "roberta", "stablelm", "t5", "vit", "whisper", "xglm"),
+            *("persimmon", "roberta", "stablelm", "t5", "vit", "whisper", "xglm", "xlm-roberta"),
         }
     ),
     sharded_tasks=SHARDED_TASKS,
