@@ -313,6 +313,12 @@ def test_a_matrix_whose_result_is_split_is_stored_apart(model_type: str) -> None
     assert model.get_submodule(f"{attention}.c_attn").bias.shape == (3, 16)
 
 
+@pytest.mark.parametrize(("model_type", "longest"), [("roberta", 63), ("opt", 64)])
+def test_a_table_with_a_padding_entry_is_for_fewer_tokens(model_type: str, longest: int) -> None:
+    split = split_of(model_type)
+    assert (split.learned_positions, split.max_seq_len) == (True, longest)
+
+
 def test_a_table_of_positions_is_looked_up_for_the_places_of_the_tokens() -> None:
     config = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32}
     split = find_split(read_hub_config("gpt2", config)).split

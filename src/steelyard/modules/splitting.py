@@ -324,7 +324,7 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
     parts = (config, config.get_text_config(decoder=True))
     said = [getattr(part, key, None) for part in parts for key in _POSITIONS]
     longest = next((int(each) for each in said if isinstance(each, int | float) and each > 0), 2**31)
-    positions = length_of(shapes[0]) if image else longest
+    table = None if image else _table_of_positions(model, ends[1 if features else 0], longest)
     return ModelSplit(
         model_type=config.model_type,
         task=task,
@@ -341,13 +341,13 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
         encoder=encoder,
         hidden_size=width_of(shapes[0]) if image else hidden[fixed].shape[-1],
         vocab_size=seen.logits.shape[-1],
-        max_seq_len=positions,
+        max_seq_len=length_of(shapes[0]) if image else table or longest,
         multiple=1 if read or seen.tokens == TOKENS else seen.tokens,
         image=image,
         features=features,
         resting=resting_modules(model, seen.logits) if features else (),
         layerdrop=tuple(_stacks_with_layerdrop(model)),
-        learned_positions=not image and _has_table(model, ends[1 if features else 0], positions),
+        learned_positions=table is not None,
         rotary_size=max((pair[0].shape[-1] for pair in rotary if pair), default=0),
         rotary_by_attention=len({id(pair[0]) for pair in rotary if pair}) > 1,
         fused_attention=fused_attention,
@@ -418,8 +418,15 @@ def _image(config: PreTrainedConfig) -> tuple[int, int, int]:
     return getattr(of_images, "num_channels", None) or _IMAGE[0], height, width
 
 
-def _has_table(model: PreTrainedModel, embedding: Sequence[str], positions: int) -> bool:
-    """Return whether positions are looked up in a table, whose length no sequence may exceed."""
+def _table_of_positions(model: PreTrainedModel, embedding: Sequence[str], positions: int) -> int | None:
+    """Return the number of tokens that a table of positions has entries for; None without a table.
+
+    A plain table with a padding entry (roberta, mpnet) counts positions from the entry after it.
+    """
     tables = [m for path in embedding for m in model.get_submodule(path).modules() if isinstance(m, nn.Embedding)]
     ids = model.get_input_embeddings()
-    return any(table is not ids and positions <= table.num_embeddings <= positions + 8 for table in tables)
+    for table in tables:
+        if table is not ids and positions <= table.num_embeddings <= positions + 8:
+            is_padded = type(table) is nn.Embedding and table.padding_idx is not None
+            return min(positions, table.num_embeddings - (table.padding_idx + 1 if is_padded else 0))
+    return None
