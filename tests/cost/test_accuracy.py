@@ -26,6 +26,7 @@ from steelyard.cost.accuracy import (
 from steelyard.hardware import parse_cluster
 from steelyard.levers import Levers
 from steelyard.levers.train import Train
+from steelyard.model.family import Task
 from steelyard.plan.strategy import Strategy, parse_strategy
 from tests.cost.examples import SPREADS, chain, cluster, job, measured_profile
 
@@ -114,6 +115,8 @@ def test_an_interval_is_in_the_seconds_of_the_prediction_and_holds_it() -> None:
 
 def test_without_runs_to_compare_there_is_no_interval() -> None:
     assert interval_of(ON_H100.on(rates=ON_H100.efficiency), PLAIN, 10.0) is None
+    masked = replace(chain(), family=replace(chain().family, task=Task.MASKED_LM))
+    assert interval_of(replace(ON_H100, chain=masked), PLAIN, 10.0) is None
 
 
 def test_several_measured_runs_tell_more_than_one() -> None:

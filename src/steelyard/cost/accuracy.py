@@ -20,14 +20,15 @@ A run belongs to the last matching class of the first five. For an engine with r
 are more informative: `OF_ENGINES`. A profile of one device with assumed links counts as the catalogue, because the
 links are the catalogue's. There are too few runs of dense models on devices with assumed rates.
 
-Not known: errors of a measured profile on GPUs, of runs outside all classes, and of this project's own runtime on GPUs,
-because published runs use other engines.
+Not known: errors of a measured profile on GPUs, of runs outside all classes, of models other than decoders of text,
+and of this project's own runtime on GPUs, because published runs use other engines.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from steelyard.cost.job import Job, layer_precision
+from steelyard.model.family import Task
 from steelyard.plan.prediction import Interval
 from steelyard.plan.strategy import Strategy
 
@@ -87,6 +88,8 @@ def spread_of(job: Job, strategies: Iterable[Strategy]) -> Spread | None:
         return None
     if source.time_factor != 1.0:
         return SCALED if source.num_calibrating < SEVERAL else SCALED_BY_SEVERAL
+    if job.chain.family.task is not Task.CAUSAL_LM:  # of which no published runs are compared
+        return None
     is_low = job.precision != layer_precision(job.precision) or job.effects.low_precision is not None
     classes = (
         (job.chain.has_adapters, ADAPTERS),
