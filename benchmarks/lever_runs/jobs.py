@@ -224,7 +224,6 @@ class Case:
         if framework.has_fused_qkv:
             more += 2 * width * (2 * heads if groups == heads else 2 * (heads - groups))
         if framework.dropout:
-            layer = _with_more(layer, saved=-(job.compute_bytes - 1) * layer.adapter_inputs.per_sample)
             more -= _DROPPED * hidden * max(0, sum(name in dict(self.levers)["train"] for name in _QKV) - 1)
         if not framework.keeps_adapter_inputs:  # of which each adapter has a copy in fp32
             more -= 4 * hidden * sum(name in dict(self.levers)["train"] for name in _QKV)
@@ -266,8 +265,7 @@ def _with_stream(layer: LayerProfile, num_bytes: int) -> LayerProfile:
 
 
 _DROPPED = 3
-"""Bytes of an entry that dropout saves: what is left of it, and the mask, of a byte on a GPU; a trace has that of the
-CPU's dropout, in the type that computes."""
+"""Bytes of an entry that dropout saves on a GPU: what is left of it, and the mask."""
 _QKV = ("q_proj", "k_proj", "v_proj")
 _NF4 = 1 / 2 + 1 / 64 + 4 / 16384
 """Bytes of a weight: `steelyard.levers.quantized_base`."""
