@@ -334,6 +334,7 @@ DIVIDED = (
     uneven_pipeline(schedule="interleaved-1f1b"),
     divided_experts("qwen3-30b-a3b", ep=8, num_layers=48),
     divided_experts("qwen3-30b-a3b", ep=4, num_layers=48),
+    divided_experts("qwen3-30b-a3b", ep=8, num_layers=48, parallel="fsdp4-cp2"),
 )
 """Plans whose degrees torchtitan checks: of tensors, states, sequences, stages and experts."""
 

@@ -994,6 +994,14 @@ def test_torchtitan_divides_experts_inside_the_shards_of_hybrid_sharding() -> No
     assert unsupported(across, means) == ("experts over 8 ranks, but only 4 shard the states of the other layers",)
 
 
+def test_torchtitan_divides_experts_over_ranks_of_cp_too() -> None:
+    plan = divided_experts("qwen3-30b-a3b", ep=8, num_layers=48, parallel="fsdp4-cp2")
+    assert unsupported(plan, ENGINES["torchtitan"].capabilities) == ()
+    text = text_of(plan, "torchtitan", ".py")
+    assert "context_parallel_degree=2," in text
+    assert "expert_parallel_degree=8," in text
+
+
 def test_deepspeed_says_that_it_has_no_hybrid_sharding() -> None:
     assert "dp with fsdp in one layer" in unsupported(HYBRID, ENGINES["deepspeed"].capabilities)
 

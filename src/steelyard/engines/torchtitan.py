@@ -52,6 +52,7 @@ CAPABILITIES = Capabilities(
         *("dp", "fsdp", "dp+fsdp", "tp", "dp+tp", "fsdp+tp", "dp+fsdp+tp"),
         *("fsdp+cp", "fsdp+cp+tp", "dp+fsdp+cp", "dp+fsdp+cp+tp"),
         *("fsdp+ep", "fsdp+tp+ep", "dp+fsdp+ep", "dp+fsdp+tp+ep"),
+        *("fsdp+cp+ep", "fsdp+cp+tp+ep", "dp+fsdp+cp+ep", "dp+fsdp+cp+tp+ep"),
     ),
     shares_heads=False,  # models/common/decoder.py, update_from_config, as for tied models
     experts_within_shards=True,
