@@ -21,10 +21,12 @@ from typing import ClassVar
 from steelyard.errors import UserError
 from steelyard.hardware import DeviceType
 from steelyard.levers.lever import Asked, Divided, Objection, Result, WordLever
-from steelyard.model.chain import ModelChain
+from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.small import without_dropout
 
 OFF = "off"
 _COMPILERS = ("g++", "clang++")
+_DROPS = "torch.compile does not trace dropout in blocks that tp divides"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +79,11 @@ class CompiledBlocks(WordLever):
         return f"--{self.name} {self}: the backward pass of a compiled block is one function and cannot be split"
 
     def change(self, chain: ModelChain) -> ModelChain:
-        """Return the model with compiled blocks."""
-        return replace(chain, changes=(*chain.changes, self))
+        """Return the model with compiled blocks, which tp cannot divide if they drop entries at random."""
+        drops = without_dropout(chain.config) != chain.config
+        drops |= any(each.without_chance != each for each in chain.changes)
+        layer_types = tuple(
+            replace(each, no_tp=each.no_tp or _DROPS) if drops and each.role is LayerRole.BLOCK else each
+            for each in chain.layer_types
+        )
+        return replace(chain, layer_types=layer_types, changes=(*chain.changes, self))

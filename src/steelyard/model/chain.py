@@ -31,6 +31,10 @@ class ModelChange(Protocol):
     name: ClassVar[str]
     adds_parameters: ClassVar[bool]
 
+    @property
+    def without_chance(self) -> "ModelChange":
+        """The change without randomness."""
+
     def warning(self, chain: "ModelChain", /) -> str:
         """Return a warning about a changed model; empty if there is none."""
 

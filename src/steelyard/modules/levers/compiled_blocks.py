@@ -79,9 +79,9 @@ class _Compiled:
         except _CANNOT as error:
             raise InvalidModelError(
                 field="--compile",
-                found=f"blocks of {self._name}: {str(error).strip().splitlines()[0]}",
+                found=f"blocks of {self._name}: {str(error).strip().splitlines()[0]:.200}",
                 expected="blocks that torch.compile traces as one function",
-                hint="leave --compile out, or set dropout to 0 if tp divides the block",
+                hint="leave --compile out",
             ) from error
 
 
