@@ -167,7 +167,7 @@ def find_plan(
     freeze: str | Sequence[str] = (),
     imbalance: float = ASSUMED_IMBALANCE,
     simplify: float = SIMPLIFY,
-    levers: Mapping[str, str] | None = None,
+    levers: Mapping[str, str | None] | None = None,
 ) -> Plan:
     """Return the simplest plan to train a model on a cluster that is at most 1 % slower than the fastest that fits.
 
@@ -247,7 +247,9 @@ def find_plan(
     return result.plan
 
 
-def _as_levers(changed: tuple[Any, Mapping[str, str]], levers: Mapping[str, str]) -> tuple[ModelChain, dict[str, str]]:
+def _as_levers(
+    changed: tuple[Any, Mapping[str, str]], levers: Mapping[str, str | None]
+) -> tuple[ModelChain, dict[str, str | None]]:
     """Return the chain of a model that its user has changed, and all levers.
 
     Raises `UserError` if a lever is given twice.
