@@ -53,6 +53,7 @@ MAY_HOLD = {
     "engines/config_entries.py": THEIRS,
     "engines/engine.py": "has settings as frameworks name them",
     "integrations/planned_trainer.py": THEIRS,
+    "levers/compiled_blocks.py": "says that compiled blocks with dropout are not divided",
     "levers/quantized_base.py": DATA,
     "levers/train.py": "says which layers of a model with adapters divide, and why others do not",
     "model/own.py": DATA,
