@@ -20,7 +20,7 @@ replaces the functions that have both by one operation each, whose results are t
 For the gated delta rule with heads of 128 these are 6.3 KB per token and head: forward 1.13 to 1.37 and backward 0.95
 times the time that flash-linear-attention 0.5 takes in short runs on an H200 (`tests/modules/test_gpu_kernels.py`). Not
 modelled: kernels that fuse more, such as FlashQLA's or those of mamba_ssm for a whole layer; the matrix of each chunk
-that flash-linear-attention keeps for backward; compiled blocks, which are traced from the reference code.
+that flash-linear-attention keeps for backward; these kernels in compiled blocks, which are traced from reference code.
 """
 
 import inspect
@@ -69,7 +69,7 @@ def as_kernels() -> Iterator[None]:
         yield
 
 
-def run_differently(model: nn.Module) -> bool:
+def differs_on_gpus(model: nn.Module) -> bool:
     """Return whether a model of transformers runs other kernels on GPUs."""
     norms = any(isinstance(each, nn.RMSNorm) for each in model.modules())
     return norms or has_dropout(model) or bool(packages_of(model))

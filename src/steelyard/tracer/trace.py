@@ -23,7 +23,7 @@ from steelyard.errors import InvalidModelError, UserError
 from steelyard.model.chain import LayerType, ModelChain
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.modules.build import build_meta_model, prepare_model
-from steelyard.modules.gpu_kernels import packages_of, run_differently
+from steelyard.modules.gpu_kernels import differs_on_gpus, packages_of
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.stages import legal_shapes
 from steelyard.plan.strategy import Remat
@@ -145,7 +145,7 @@ def trace(
             num_devices=1,
             torch=torch.__version__,
             transformers=transformers.__version__,
-            packages=(packages if gpu_kernels else ()) if own is not None or run_differently(module) else None,
+            packages=(packages if gpu_kernels else ()) if own is not None or differs_on_gpus(module) else None,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         ),
         layers=tuple(layers),
