@@ -183,7 +183,7 @@ def yaml_values(software: str) -> Callable[[str], Mapping[str, Any]]:
     return values
 
 
-_FILLED = "write the number that the trainer fills in into the file"
+_FILLED = "write the number that the trainer fills in, or give the trainer's file that names this one"
 _SET = "write the value into the file, or set its variable there to one value"
 
 
