@@ -154,8 +154,9 @@ def _parted(path: Path) -> tuple[Path, str | None]:
 
 
 def _unreadable(path: Path, error: Exception, expected: str) -> UserError:
-    hint = "correct the file, or give the settings to steelyard price by its options"
-    return UserError(field="--from", found=f"{path}: {error}", expected=expected, hint=hint)
+    hint = "correct the path or the file, or give the settings to steelyard price by its options"
+    reason = getattr(error, "strerror", None) or error  # of an OSError, without the path again
+    return UserError(field="--from", found=f"{path}: {reason}", expected=expected, hint=hint)
 
 
 def _check_reader(engine: Engine, chain: ModelChain) -> None:
