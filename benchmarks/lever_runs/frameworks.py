@@ -226,6 +226,7 @@ _FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework
     ("NeMo Automodel", _automodel),
     ("Megatron-Bridge", _bridge),
     ("timm + torchao script", _timm),
+    ("torchao script", _timm),
 )
 """The beginning of a framework's name."""
 

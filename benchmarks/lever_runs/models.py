@@ -29,7 +29,7 @@ _PACKAGED: Mapping[str, str] = {
     "Qwen/Qwen3-32B": "qwen3-32b",
     "Qwen/Qwen3-4B": "qwen3-4b",
     "Qwen/Qwen3-4B-Base": "qwen3-4b",
-    "Qwen/Qwen3-4B-Instruct-2507": "qwen3-4b",
+    "Qwen/Qwen3-4B-Instruct-2507": "qwen3-4b-2507",
     "katanemo/Plano-Orchestrator-4B": "qwen3-4b",
     "Qwen/Qwen3-8B": "qwen3-8b",
     "LLaMA-7B (GaLore configuration)": "llama2-7b",
@@ -167,6 +167,8 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "ByteDance-Seed/Seed-OSS-36B-Instruct": _llama("seed_oss", 5120, 64, 80, 8, 27648, 155136),
     "mistralai/Ministral-8B-Instruct-2410": _llama("mistral", 4096, 36, 32, 8, 12288, 131072),
     "swiss-ai/Apertus-8B-Instruct-2509": _llama("apertus", 4096, 32, 32, 8, 21504, 131072),
+    # "1B" of torchao's pretrain_llama2.py
+    "Llama-2 style, 1B": {**_llama("llama", 1536, 24, 24, 24, 6144, 32000), "head_dim": 64},
     "microsoft/phi-2": _phi(2560, 32, 10240, 0.4),
     "microsoft/phi-1_5": _phi(2048, 24, 8192, 0.5),
     "timm/vit_giant_patch14_dinov2.lvd142m": _vit(1536, 40, 24, 6144),

@@ -60,6 +60,15 @@ class InvalidModelError(UserError):
     """A model name or a ``config.json`` that cannot be read as a chain of known layers."""
 
 
+class AbsentTargetsError(InvalidModelError):
+    """Targets of adapters that name no module of the model, beside ``present`` ones that do."""
+
+    def __init__(self, *, absent: Sequence[str], present: Sequence[str], **parts: str) -> None:
+        self.absent = tuple(absent)
+        self.present = tuple(present)
+        super().__init__(**parts)
+
+
 class InvalidClusterError(UserError):
     """A cluster, device or link that is unknown or inconsistent."""
 

@@ -616,6 +616,20 @@ def test_axolotls_yaml_is_read_as_it_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_names_of_layers_that_a_model_lacks_are_left_out_as_by_peft(tmp_path: Path) -> None:
+    path = tmp_path / "lora.yml"
+    path.write_text(AXOLOTL.replace("[q_proj, v_proj]", "[q_proj, c_attn, v_proj, w1]"))
+    plan, notes = plan_of_file(path, "llama-demo", "1x1xrtx-4090")
+    assert plan.levers["train"] == LORA_OF_AXOLOTL
+    assert "the targets c_attn, w1 of adapters (no such layers)" in notes[0]
+    with pytest.raises(UserError, match=r"targets=c_attn, which is not the end"):  # a mistake where the user says it
+        plan_of_file(path, "llama-demo", "1x1xrtx-4090", levers={"train": "lora:r=32,targets=q_proj+c_attn"})
+    path.write_text(AXOLOTL.replace("[q_proj, v_proj]", "[c_attn, w1]"))
+    with pytest.raises(UserError, match=r"targets=c_attn\+w1, which is not the end"):
+        plan_of_file(path, "llama-demo", "1x1xrtx-4090")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("levers", "cluster", "settings"),
     [

@@ -1,7 +1,8 @@
 """Plans as engineers configure them for a framework: a few degrees for the whole model, equally many blocks a stage."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from steelyard.cost.job import Job, layer_precision
@@ -9,10 +10,11 @@ from steelyard.cost.kernels import job_under
 from steelyard.engines import READERS, check_levers, engine_of
 from steelyard.engines.capabilities import block_layers, unsupported
 from steelyard.engines.engine import Engine, Entries, Settings, python_function
-from steelyard.errors import InvalidPlanError, UserError
+from steelyard.errors import AbsentTargetsError, InvalidPlanError, UserError
 from steelyard.files import read_text
 from steelyard.hardware import parse_cluster
 from steelyard.levers import LEVERS
+from steelyard.levers.train import Train
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import load_model
 from steelyard.plan.dimensions import DIMENSIONS
@@ -120,17 +122,18 @@ def plan_of_file(
             "--micro-batch": micro_batch or found.micro_batch,
         },
     )
-    request = make_request(
+    requested = partial(
+        make_request,
         chain,
         machines,
         network=network,
         global_batch=global_batch,
         seq_len=seq_len,
         precision=layer_precision(precision),
-        levers=chosen,
         engine=runs_it.name if chosen else None,
     )
-    unread = (*found.unread, *(each for each in found.options if each not in offered))
+    request, remarks = _with_targets(requested, chosen, are_given="train" in given)
+    unread = (*found.unread, *(each for each in found.options if each not in offered), *remarks)
     notes = [f"Not read of {path.name}: {', '.join(unread)}."] if unread else []
     if assumed := [name for name in reader.untold if name not in given]:
         named = ", ".join(f"--{name} {LEVERS[name]()}" for name in assumed)
@@ -151,6 +154,21 @@ def plan_of_file(
 def _parted(path: Path) -> tuple[Path, str | None]:
     name, is_named, function = path.name.partition(".py:")
     return (path.with_name(f"{name}.py"), function) if is_named else (path, None)
+
+
+def _with_targets(
+    requested: Callable[..., PlanRequest], levers: Mapping[str, str], *, are_given: bool
+) -> tuple[PlanRequest, list[str]]:
+    """Return the request with these levers, and a remark on targets of a file that are left out, as by peft: names of
+    no layer of the model, beside others."""
+    try:
+        return requested(levers=levers), []
+    except AbsentTargetsError as error:
+        if are_given or not error.present:
+            raise
+        train = replace(Train.parse(levers["train"]), targets=error.present)
+        remark = f"the targets {', '.join(error.absent)} of adapters (no such layers)"
+        return requested(levers={**levers, "train": str(train)}), [remark]
 
 
 def _unreadable(path: Path, error: Exception, expected: str) -> UserError:

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import is_fake
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from steelyard.errors import InvalidModelError, nearest
+from steelyard.errors import AbsentTargetsError, InvalidModelError, nearest
 from steelyard.levers.train import ALL_LINEAR, LORA, Train
 from steelyard.model.chain import ModelChain
 from steelyard.modules.experts import STACKED_DIMS
@@ -133,7 +133,8 @@ def changed_by_user(model: nn.Module) -> tuple[PreTrainedModel, Train] | None:
         raise _refused("save_projection=True", "projections that every rank generates", "set save_projection=False")
     if not any(each.requires_grad for each in model.parameters()):
         raise _refused("adapters without gradients", "trainable adapters", "load them with is_trainable=True")
-    return model.get_base_model(), lever
+    present = [each for each in lever.targets if _are_named(model.targeted_module_names, each)]
+    return model.get_base_model(), dataclasses.replace(lever, targets=tuple(present))
 
 
 def _scalar(text: str) -> Any:
@@ -154,21 +155,28 @@ def _targets(lever: Train, model: PreTrainedModel) -> list[str]:
     if lever.targets == (ALL_LINEAR,) and linear:
         return linear if is_lora else sorted({path.rpartition(".")[2] for path in linear})
     paths = linear if is_lora else [path for path, _ in model.named_modules()]
-    for target in lever.targets:
-        if not any(f".{path}".endswith(f".{target}") for path in paths):
-            names = sorted({path.rpartition(".")[2] for path in linear})
-            raise InvalidModelError(
-                field="--train",
-                found=f"targets={target}, which is not the end of the path of a "
-                f"{('linear layer' if is_lora else 'module')}",
-                expected=f"path endings joined by +, for example {', '.join(names[:_MOST_NAMED])}, or {ALL_LINEAR}"
-                if names
-                else "a model with linear layers before its head",
-                hint=nearest(target, names) if names else "use --train full",
-            )
+    absent = [target for target in lever.targets if not _are_named(paths, target)]
+    if absent:
+        names = sorted({path.rpartition(".")[2] for path in linear})
+        raise AbsentTargetsError(
+            absent=absent,
+            present=[target for target in lever.targets if target not in absent],
+            field="--train",
+            found=f"targets={'+'.join(absent)}, which is not the end of the path of a "
+            f"{('linear layer' if is_lora else 'module')}",
+            expected=f"path endings joined by +, for example {', '.join(names[:_MOST_NAMED])}, or {ALL_LINEAR}"
+            if names
+            else "a model with linear layers before its head",
+            hint=nearest(absent[0], names) if names else "use --train full",
+        )
     if not is_lora:
         return list(lever.targets)
-    return [path for path in linear if f".{path}".endswith(tuple(f".{target}" for target in lever.targets))]
+    return [path for path in linear if _are_named([path], *lever.targets)]
+
+
+def _are_named(paths: Iterable[str], *targets: str) -> bool:
+    """Return whether one of the paths ends in one of the targets."""
+    return any(f".{path}".endswith(tuple(f".{target}" for target in targets)) for path in paths)
 
 
 def _is_linear(module: nn.Module) -> bool:
