@@ -132,6 +132,20 @@ def test_a_group_that_may_as_well_have_the_strategy_of_most_blocks_has_it() -> N
 
 
 @pytest.mark.slow
+def test_layers_with_another_strategy_of_the_plan_join_the_blocks_that_have_it() -> None:
+    """The fastest plan recomputes the last block in part, and none of the two before it."""
+    found = replace(make_request("qwen3-30b-a3b", "1x8xh100-80gb", global_batch=64, seq_len=4096), num_fallbacks=0)
+    plan = complete(found).plan
+    assert plan is not None
+    remats = [each.remat for each in plan.strategies[1:-1]]
+    assert remats == sorted(remats, key=("full", "selective", "none").index)
+    fastest = prediction(plan).fastest
+    assert fastest is not None
+    assert plan.num_groups < fastest.num_groups
+    assert fastest.step_time_s < prediction(plan).step_time_s <= fastest.step_time_s * (1 + SIMPLIFY)
+
+
+@pytest.mark.slow
 def test_what_was_decided_holds_for_a_simple_plan() -> None:
     pinned = complete(request(decisions=Decisions(pins=("blocks 0-3: tp=2",)))).plan
     assert pinned is not None

@@ -7,7 +7,7 @@ by as many processes as it has ranks. ``prediction`` is absent in a plan written
 from bisect import bisect_right
 from collections.abc import Iterator
 from importlib import import_module
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
@@ -32,7 +32,7 @@ from steelyard.plan.prediction import (
     layers_text,
     simplicity_line,
 )
-from steelyard.plan.stages import StagePart, StagePlan, illegal_reason
+from steelyard.plan.stages import StagePart, StagePlan, count_groups, illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.precision import LayerPrecision, Precision
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
@@ -268,12 +268,8 @@ class Plan(FilePart):
 
     @property
     def num_groups(self) -> int:
-        """Number of runs of neighbouring layers with one strategy.
-
-        A stage or chunk that repeats the strategies of the one before it, with any numbers of layers, adds none.
-        """
-        orders = groupby(tuple(run.strategy for run in part.runs) for part in self.parts)
-        return len(list(groupby(strategy for order, _ in orders for strategy in order)))
+        """Number of groups of layers (`count_groups`)."""
+        return count_groups(self.parts)
 
     @property
     def num_stages(self) -> int:

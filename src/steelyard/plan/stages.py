@@ -7,6 +7,7 @@ summed: the runtime sums them this way, and the cost model counts it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
@@ -167,6 +168,15 @@ class StagePart:
         """Strategy of each layer, in order."""
         counts = [(run.strategy, run.layers[1] + 1 - run.layers[0]) for run in self.runs]
         return tuple(strategy for strategy, count in counts for _ in range(count))
+
+
+def count_groups(parts: Sequence[StagePart]) -> int:
+    """Number of runs of neighbouring layers with one strategy.
+
+    A stage or chunk that repeats the strategies of the one before it, with any numbers of layers, adds none.
+    """
+    orders = groupby(tuple(run.strategy for run in part.runs) for part in parts)
+    return len(list(groupby(strategy for order, _ in orders for strategy in order)))
 
 
 def stages_of(parts: Sequence[StagePart]) -> tuple[StagePlan, ...]:

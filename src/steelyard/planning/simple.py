@@ -19,12 +19,12 @@ fraction:
 Each pipeline configuration contributes the fastest plan of the family. The plan with the fewest groups wins
 (`Plan.num_groups`: a rule that holds for every stage counts once), and among those the one with the fewest shardings,
 then with the fewest parts of a pipeline. Equally simple plans that differ by less than `TIE` are ranked by the memory
-that they leave free. At last, groups whose layers may as well have the strategy of most blocks get it, the smallest
-first: within the fraction, and if the plan fits.
+that they leave free. At last, layers that may as well have another strategy of the plan get it, the fewest
+first, and blocks that recompute more come first in a stage: within the fraction, and if the plan fits.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -35,11 +35,11 @@ from steelyard.cost.job import Job
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.tables import CostTables
 from steelyard.engines.capabilities import block_layers
-from steelyard.model.chain import LayerRole, LayerType
+from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Certificate, FastestPlan, layers_text
-from steelyard.plan.stages import StagePart, fold_runs, illegal_reason
+from steelyard.plan.stages import StagePart, count_groups, fold_runs, illegal_reason
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.choose import NUM_RESCORED, PlanningResult, accept
 from steelyard.planning.pass_order import in_best_order
@@ -56,6 +56,7 @@ USUAL_STAGES = 8
 STAGE_PARAMS = 15_000_000_000
 """Parameters per stage of large models: MT-NLG has 15.1 billion, Megatron's largest 15.8, BLOOM 14.7."""
 DEPTH_GAIN = 0.07
+_ORDER = (Remat.FULL, Remat.SELECTIVE, Remat.NONE)
 
 
 def num_params(job: Job) -> int:
@@ -160,24 +161,66 @@ def _of_one_sharding(tables: CostTables, plan: Plan, sharding: Strategy) -> Cost
 
 
 def _merged(cost: PlanCost, plan: Plan, job: Job, most_s: float) -> tuple[PlanCost, Plan]:
-    """Return a plan with its cost after groups of layers that do not need their own strategy have that of most blocks.
+    """Return a plan with its cost after layers that do not need their own strategy have another one of the plan.
 
-    The result takes at most ``most_s`` and fits. Each group costs one simulation.
+    The result takes at most ``most_s`` and fits. Each attempt costs one simulation.
     """
-    for layers in sorted(_unusual(plan).values(), key=len):
-        other = _with_usual(plan, job, layers)
-        if other is None or mixture(other) >= mixture(plan):
-            continue
-        found = predict(other, job)
-        if found.step_time_s <= most_s and max(stage.total_bytes for stage in found.stages) <= job.budget_bytes:
-            cost, plan = found, other
+    refused: set[tuple[Strategy, ...]] = set()
+    is_simpler = True
+    while is_simpler:
+        is_simpler = False
+        for other in _simpler(plan, job):
+            if other.strategies in refused:
+                continue
+            found = predict(other, job)
+            if found.step_time_s <= most_s and max(stage.total_bytes for stage in found.stages) <= job.budget_bytes:
+                cost, plan, is_simpler = found, other, True
+                break
+            refused.add(other.strategies)
     return cost, plan
+
+
+def _simpler(plan: Plan, job: Job) -> Iterator[Plan]:
+    """Yield plans of fewer groups that differ in a group or run of layers, the smallest first.
+
+    These have another strategy of the plan, or blocks that recompute more come first in their part of the pipeline.
+    """
+    own, usual, now = plan.strategies, _usual(plan), mixture(plan)
+    offered = sorted({own[layer] for layer in block_layers(job.chain)}, key=str)
+    changed = [(layers, usual) for layers in _unusual(plan).values()]
+    runs = [range(run.layers[0], run.layers[1] + 1) for part in plan.parts for run in part.runs]
+    changed += [([*run], strategy) for run in runs for strategy in offered if strategy != own[run[0]]]
+    for layers, strategy in [([], usual), *sorted(changed, key=lambda each: len(each[0]))]:
+        strategies = _changed(plan, own, job.chain, layers, strategy)
+        for other in (strategies, _in_order(plan, strategies)):
+            if other is not None and _mixture(parts := _parts(plan, other)) < now:
+                yield _with_parts(plan, job, parts)
+
+
+def _in_order(plan: Plan, strategies: Sequence[Strategy] | None) -> list[Strategy] | None:
+    """Return the strategies with neighbouring blocks of one type and sharding in the order of `_ORDER`."""
+    if strategies is None:
+        return None
+    chain, found = plan.chain(), list[Strategy]()
+    blocks = {*block_layers(chain)}
+    for part in plan.parts:
+        for _, alike in groupby(
+            part.layers,
+            key=lambda layer: (layer in blocks, chain.type_of(layer).name, strategies[layer].without_remat()),
+        ):
+            found += sorted((strategies[layer] for layer in alike), key=lambda each: _ORDER.index(each.remat))
+    return found
 
 
 def mixture(plan: Plan) -> tuple[int, int, int]:
     """Count the groups of layers, the shardings and the parts of the pipeline of a plan, a measure of its distance from
     one strategy for all layers."""
-    return plan.num_groups, len({strategy.without_remat() for strategy in plan.strategies}), len(plan.parts)
+    return _mixture(plan.parts)
+
+
+def _mixture(parts: Sequence[StagePart]) -> tuple[int, int, int]:
+    shardings = {run.strategy.without_remat() for part in parts for run in part.runs}
+    return count_groups(parts), len(shardings), len(parts)
 
 
 def _in_place_of(
@@ -236,7 +279,8 @@ def has_one_strategy(plan: Plan) -> bool:
 
 def _usual(plan: Plan) -> Strategy:
     """Return the strategy of most blocks."""
-    return Counter(plan.strategies[layer] for layer in block_layers(plan.chain())).most_common(1)[0][0]
+    strategies = plan.strategies
+    return Counter(strategies[layer] for layer in block_layers(plan.chain())).most_common(1)[0][0]
 
 
 def _unusual(plan: Plan) -> dict[Strategy, list[int]]:
@@ -250,18 +294,33 @@ def _unusual(plan: Plan) -> dict[Strategy, list[int]]:
 
 def _with_usual(plan: Plan, job: Job, layers: Sequence[int]) -> Plan | None:
     """Return the plan with the strategy of most blocks for some layers, or None if it cannot divide them."""
-    chain, strategies, usual = job.chain, list(plan.strategies), _usual(plan)
+    strategies = _changed(plan, plan.strategies, job.chain, layers, _usual(plan))
+    return None if strategies is None else _with_parts(plan, job, _parts(plan, strategies))
+
+
+def _changed(
+    plan: Plan, own: Sequence[Strategy], chain: ModelChain, layers: Sequence[int], strategy: Strategy
+) -> list[Strategy] | None:
+    """Return the strategies of a plan with another one for some layers, or None if it cannot divide them."""
+    strategies = list(own)
     for layer in layers:
-        strategies[layer] = _as_usual(plan, usual, chain.type_of(layer))
+        strategies[layer] = _as_usual(plan, strategy, chain.type_of(layer))
         if illegal_reason(chain.type_of(layer), strategies[layer], plan.batch):
             return None
-    parts = tuple(
+    return strategies
+
+
+def _parts(plan: Plan, strategies: Sequence[Strategy]) -> tuple[StagePart, ...]:
+    return tuple(
         StagePart(
             ranks=part.ranks,
             runs=fold_runs(part.first_layer, tuple(strategies[part.first_layer : part.last_layer + 1])),
         )
         for part in plan.parts
     )
+
+
+def _with_parts(plan: Plan, job: Job, parts: Sequence[StagePart]) -> Plan:
     return assemble_plan(job, plan.pipeline, parts).model_copy(update={"pass_order": plan.pass_order})
 
 
