@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 from transformers import AutoConfig
 
-from steelyard.engines import ENGINES, engine_of
+from steelyard.engines import ENGINES, check_model, engine_of
 from steelyard.engines.capabilities import unsupported
 from steelyard.errors import UserError
 from steelyard.levers.train import Train
@@ -267,7 +267,7 @@ def test_adapters_are_refused_before_a_search_for_a_model_with_experts() -> None
     plan = divided_experts("qwen3-30b-a3b", ep=1, num_layers=48, parallel="dp8")
     chain = plan.model_copy(update={"levers": LORA}).chain()
     with pytest.raises(UserError, match="adapters in qwen3-30b-a3b, which has experts") as refused:
-        ENGINES["megatron-bridge"].check_model(chain, 4096)
+        check_model(ENGINES["megatron-bridge"], chain, 4096)
     assert refused.value.field == "--engine"
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from steelyard.engines import check_model
 from steelyard.engines.deepspeed import DEEPSPEED
 from steelyard.errors import UserError
 from steelyard.model.family import SINKS, Task
@@ -74,6 +75,6 @@ def test_a_chain_says_that_sinks_are_fused_and_not_divided() -> None:
     assert {each.no_cp for each in chain.layer_types} == {"its attention has sinks"}
     eager = chain_from_config({**chain.config, "attn_implementation": "eager"}, name="eager", split=chain.split)
     assert not eager.family.fuses_sinks
-    DEEPSPEED.check_model(eager, 4096)
+    check_model(DEEPSPEED, eager, 4096)
     with pytest.raises(UserError, match=r"(?s)whose attention has sinks.*attn_implementation"):
-        DEEPSPEED.check_model(chain, 4096)
+        check_model(DEEPSPEED, chain, 4096)

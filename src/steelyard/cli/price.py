@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from steelyard.cli import options
 from steelyard.cost.job import ASSUMED_IMBALANCE, layer_precision
-from steelyard.engines import engine_of
+from steelyard.engines import check_model, engine_of, model_refusal
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.hardware import parse_cluster
@@ -109,7 +109,7 @@ def price(
             hint="leave out --output or --zero",
         )
     if output is not None:
-        runs_it.check_model(plan.chain(), plan.seq_len)  # the commands that read plans refuse it
+        check_model(runs_it, plan.chain(), plan.seq_len)  # the commands that read plans refuse it
         write_plan(plan, output)
     if as_json:
         options.print_json(plan)
@@ -118,9 +118,7 @@ def price(
     told = console(stderr=True)
     for line in warning_lines(plan.prediction):
         told.print(line)
-    try:
-        runs_it.check_model(plan.chain(), plan.seq_len)
-    except UserError as error:
+    if (error := model_refusal(runs_it, plan.chain(), plan.seq_len)) is not None:
         told.print(f"Only priced: found {error.found}; a plan for {runs_it.name} expects {error.expected}", style="dim")
 
 

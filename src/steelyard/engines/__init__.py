@@ -84,6 +84,35 @@ def engine_of(name: str) -> Engine:
     return found.with_options(options) if options else found
 
 
+def model_refusal(engine: Engine, chain: ModelChain, seq_len: int) -> UserError | None:
+    """Return why the engine cannot train the model, for the option ``--engine``, with others that can; or None."""
+    error = _refusal(engine, chain, seq_len)
+    if error is None:
+        return None
+    others = (each for each in ENGINES.values() if each != native.NATIVE)
+    able = ", ".join(each.name for each in others if _refusal(each, chain, seq_len) is None)
+    return UserError(
+        field="--engine",
+        found=f"{engine.name} for {error.found.partition(' for ')[2]}",  # of the target whose files it takes
+        expected=error.expected,
+        hint=f"plan {f'for {able}, or ' if able else ''}without --engine, then {error.hint}",
+    )
+
+
+def check_model(engine: Engine, chain: ModelChain, seq_len: int) -> None:
+    """Raise `model_refusal` if there is one."""
+    if (error := model_refusal(engine, chain, seq_len)) is not None:
+        raise error
+
+
+def _refusal(engine: Engine, chain: ModelChain, seq_len: int) -> UserError | None:
+    try:
+        engine.refuse(chain, seq_len)
+    except UserError as error:
+        return error
+    return None
+
+
 def check_levers(
     levers: Levers,
     chain: ModelChain,

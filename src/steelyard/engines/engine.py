@@ -326,15 +326,6 @@ class Engine:
             return None if self.capabilities.mixes_layers else ""
         return taken.refuse(lever)
 
-    def check_model(self, chain: ModelChain, seq_len: int) -> None:
-        """Raise `UserError` for the option ``--engine`` if the engine cannot train the model."""
-        try:
-            self.refuse(chain, seq_len)
-        except UserError as error:
-            found = f"{self.name} for {error.found.partition(' for ')[2]}"  # of the target whose files it takes
-            hint = f"plan without --engine, then {error.hint}"
-            raise UserError(field="--engine", found=found, expected=error.expected, hint=hint) from None
-
     def running(self, levers: Levers, precision: Precision) -> "Engine":
         """Return the engine as it runs these levers in this precision."""
         taken = [self.levers[lever.name] for lever in levers if lever.name in self.levers]

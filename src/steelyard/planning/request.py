@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, get_args
 
 from steelyard.arguments import check_types, checked
 from steelyard.cost.job import ASSUMED_IMBALANCE
-from steelyard.engines import check_levers, engine_of
+from steelyard.engines import check_levers, check_model, engine_of
 from steelyard.engines.capabilities import unsupported
 from steelyard.engines.engine import Engine
 from steelyard.engines.native import NATIVE
@@ -545,7 +545,7 @@ def _check_engine(request: PlanRequest) -> None:
     if request.is_mixed:
         not_with_pools({f"--engine {request.engine.name}": True})
     if request.seq_len is not None:
-        request.engine.check_model(request.chain, request.seq_len)
+        check_model(request.engine, request.chain, request.seq_len)
 
 
 def check_precision(engine: Engine, precision: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from steelyard.cost.job import Job, layer_precision
 from steelyard.cost.kernels import job_under
-from steelyard.engines import READERS, check_levers, engine_of
+from steelyard.engines import READERS, check_levers, engine_of, model_refusal
 from steelyard.engines.capabilities import block_layers, unsupported
 from steelyard.engines.engine import Engine, Entries, Settings, python_function
 from steelyard.errors import AbsentTargetsError, InvalidPlanError, UserError
@@ -179,25 +179,17 @@ def _unreadable(path: Path, error: Exception, expected: str) -> UserError:
 
 def _check_reader(engine: Engine, chain: ModelChain) -> None:
     """Raise `UserError` if an engine cannot train the model; its hint is another engine that reads the same files."""
-    if (reason := _refusal(engine, chain)) is None:
+    if (reason := model_refusal(engine, chain, 1)) is None:
         return
     mine = {*engine.reader.suffixes} if engine.reader else set()
     others = (name for name, each in READERS.items() if each.reader and mine < {*each.reader.suffixes})
-    other = next((name for name in others if _refusal(READERS[name], chain) is None), None)
+    other = next((name for name in others if model_refusal(READERS[name], chain, 1) is None), None)
     hint = (
         f"add --engine {other}, which reads the same file and takes its own defaults"
         if other
         else "price its settings by steelyard price"
     )
     raise UserError(field="--from", found=reason.found, expected=reason.expected, hint=hint)
-
-
-def _refusal(engine: Engine, chain: ModelChain) -> UserError | None:
-    try:
-        engine.check_model(chain, 1)
-    except UserError as error:
-        return error
-    return None
 
 
 def _reader_of(path: Path, text: str) -> Engine | None:
