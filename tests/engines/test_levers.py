@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import nn
 
-from steelyard.engines import ENGINE_OF_TARGET, ENGINES
+from steelyard.engines import ENGINE_OF_TARGET, ENGINES, engine_of
 from steelyard.engines.capabilities import unsupported
 from steelyard.engines.execution import Execution
 from steelyard.engines.writing import UniformPlan
@@ -277,7 +277,7 @@ def test_adapters_in_fp32_save_what_is_traced_of_them(levers: str) -> None:
 
 def total_bytes(engine: str, levers: dict[str, str], zero: int = 0, cluster: str = "1x2xa100-40gb") -> int:
     request = make_request("llama-demo", cluster, global_batch=4, seq_len=256, levers=levers)
-    plan, _ = price_settings(request, ENGINES[engine], "bf16", Settings(micro_batch=2, zero=zero))
+    plan, _ = price_settings(request, engine_of(engine), "bf16", Settings(micro_batch=2, zero=zero))
     return peak_bytes(plan)
 
 
@@ -291,6 +291,19 @@ def test_such_copies_are_priced_where_adapters_are_not_sharded() -> None:
     with_dropout = {"train": "lora:r=8,dropout=0.1"}  # whose inputs are no tensor that they share
     ours, theirs = (total_bytes(each, with_dropout, cluster="1x1xa100-40gb") for each in ("native", "transformers"))
     assert ours == theirs
+
+
+@pytest.mark.slow
+def test_deepspeeds_default_buckets_are_an_option() -> None:
+    held = {each: total_bytes(each, {}, zero=2) for each in ("deepspeed", "deepspeed+large-buckets")}
+    more = held["deepspeed+large-buckets"] - held["deepspeed"]
+    assert more == pytest.approx(2_000_000_000 * (1 + Execution().reserve), rel=1e-6)
+    assert total_bytes("deepspeed", {}, cluster="1x1xa100-40gb") == total_bytes(
+        "deepspeed+large-buckets", {}, cluster="1x1xa100-40gb"
+    )
+    for engine, size in (("deepspeed", 5e7), ("deepspeed+large-buckets", 5e8)):
+        plan = with_levers({}, "fsdp8").model_copy(update={"engine": engine})
+        assert json.loads(text_of(plan, "deepspeed", ".json"))["zero_optimization"]["reduce_bucket_size"] == size
 
 
 # axolotl
@@ -413,7 +426,7 @@ def test_frozen_weights_have_no_gradients_and_states_there(engine: str) -> None:
     sizes = {"global_batch": 2, "seq_len": 256, "levers": {"train": "lora:r=8"}}
     request = make_request("llama-demo", "1x2xa100-40gb", **sizes)
     zero = 3 if engine == "automodel" else 1
-    plan, _ = price_settings(request, ENGINES[engine], "bf16", Settings(zero=zero))
+    plan, _ = price_settings(request, engine_of(engine), "bf16", Settings(zero=zero))
     assert plan.prediction is not None
     terms = plan.prediction.stages[0].memory_bytes
     assert 3 * (terms.get("gradients", 0) + terms["optimizer"]) < terms["parameters"]

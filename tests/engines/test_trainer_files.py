@@ -172,7 +172,7 @@ def test_deepspeeds_file_is_read_with_the_file_that_names_it(software: str, fold
     assert (found.engine.name, settings.zero, found.precision, found.levers) == ("deepspeed", 3, "bf16", {})
     assert (found.micro_batch, str(settings.remat)) == ({"axolotl": 2, "llama-factory": 1}[software], "full")
     assert found.global_batch == {"axolotl": 64, "llama-factory": 16}[software]
-    assert found.unread == ("zero_optimization.reduce_bucket_size",)
+    assert (found.options, found.unread) == (("large-buckets",), ())
 
 
 def test_zero_shards_no_quantized_base(tmp_path: Path) -> None:
@@ -235,4 +235,4 @@ def test_full_training_outside_fsdp_has_weights_in_bf16(tmp_path: Path) -> None:
     (tmp_path / "zero.json").write_text(json.dumps(ZERO))
     path.write_text(yaml.safe_dump(AXOLOTL | {"deepspeed": "zero.json"}))
     plan, _ = plan_of_file(path, "llama-demo", "1x8xh100-80gb", seq_len=256)
-    assert (plan.engine, plan.levers, str(plan.strategies[1])) == ("deepspeed", {}, "fsdp8")
+    assert (plan.engine, plan.levers, str(plan.strategies[1])) == ("deepspeed+large-buckets", {}, "fsdp8")

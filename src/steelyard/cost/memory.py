@@ -232,11 +232,11 @@ def _own_rows(row: LayerRow, config: JobConfig) -> IntTable:
     saved, _, _, forward, backward, read, _ = row.work(config)
     key = "own states", layer_type.name, config.is_piped, chosen
     states = job.once(key, lambda: np.array([_own_states(layer_type, each, config) for each in chosen]).T)
-    trained, parameters, gradients, optimizer, stepping, bucket = states
+    trained, parameters, gradients, optimizer, stepping = states
     freed = gradients * (execution.frees_gradients and not config.has_several)
     late = np.maximum(0, job.compute_bytes * trained * execution.accumulates_late + freed - saved)
     step = np.maximum(0, freed + stepping - saved - late)
-    working = np.maximum.reduce([forward, backward, np.zeros_like(saved)]) + bucket
+    working = np.maximum.reduce([forward, backward, np.zeros_like(saved)])
     sample_degree, _, sequence_degree = row.numbers
     share = config.microbatch_samples // (sample_degree * sequence_degree)
     sent = share * _entries(layer_type, config)[1] * job.compute_bytes * execution.kept_transfers
@@ -246,7 +246,7 @@ def _own_rows(row: LayerRow, config: JobConfig) -> IntTable:
 
 def _own_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> tuple[int, ...]:
     """Return the number of trained parameters that a rank keeps, and bytes of its parameters, gradients, optimizer
-    states, temporaries of the optimizer step, and bucket of gradients."""
+    states, and temporaries of the optimizer step."""
     execution, job = config.job.execution, config.job
     layer = own_params(layer_type, layer_profile(layer_type, strategy, config), strategy, config)
     assert execution.states is not None, "no other keeps buffers of its own"
@@ -266,7 +266,6 @@ def _own_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) ->
         kept["gradients"],
         kept["optimizer"] + job.effects.layer_state_bytes * (trained.num_params > 0),
         execution.step_bytes(kept["parameters"], strategy.data_degree),
-        execution.bucket_bytes * (strategy.data_degree > 1),
     )
 
 

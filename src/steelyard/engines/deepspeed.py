@@ -21,7 +21,7 @@ from typing import Any
 
 from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
-from steelyard.engines.engine import Engine, Entries, FileSettings, Reader, Settings, flattened
+from steelyard.engines.engine import Engine, Entries, FileSettings, Option, Reader, Settings, flattened, options_in
 from steelyard.engines.execution import Execution
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_as_transformers
 from steelyard.errors import UserError
@@ -45,8 +45,11 @@ PRESETS = {
 _OFFLOADED = {"parameters": ("param", "optimizer"), "optimizer": ("optimizer",)}
 """Parts in host memory, by text of the lever. With an optimizer alone there, DeepSpeed steps on the host too."""
 _BUCKET_SIZE = 50_000_000
-"""Gradients of a reduction: two such buffers, 0.2 GB, are within the allocator slack; DeepSpeed's default is ten times
-as much."""
+"""Gradients of a reduction: two such buffers, 0.2 GB, are within the allocator slack."""
+_LARGE_BUCKET_SIZE = 500_000_000
+"""DeepSpeed's default, for `LARGE_BUCKETS`."""
+LARGE_BUCKETS = "large-buckets"
+"""Option of DeepSpeed's default buckets: two in 16 bits, as for ZeRO-1 and 2; ZeRO-3 has one."""
 _BUCKET_ENTRY = "zero_optimization.reduce_bucket_size"
 _SCALED = {
     "enabled": True,
@@ -94,7 +97,8 @@ def _write(request: Request) -> Draft:
     if view.remat is Remat.FULL:
         usage.append("in train.py: model.gradient_checkpointing_enable() (the JSON alone recomputes nothing)")
     offloaded = _OFFLOADED.get(str(levers.value(Offload)), ())
-    content = _content(view, PRESETS.get(request.plan.chain().family.model_type), offloaded)
+    is_large = LARGE_BUCKETS in options_in(request.plan.engine)
+    content = _content(view, PRESETS.get(request.plan.chain().family.model_type), offloaded, is_large=is_large)
     if (word := str(levers.value(Optimizer))) in _OPTIMIZERS:
         content["zero_allow_untested_optimizer"] = True
         usage.append(f"in train.py: deepspeed.initialize(..., optimizer=...), which is {_OPTIMIZERS[word]}")
@@ -113,12 +117,12 @@ def _write(request: Request) -> Draft:
     )
 
 
-def _content(view: UniformPlan, preset: str | None, offloaded: Collection[str]) -> dict[str, Any]:
+def _content(view: UniformPlan, preset: str | None, offloaded: Collection[str], *, is_large: bool) -> dict[str, Any]:
     alone = 3 if "param" in offloaded else 2 if offloaded else 0
     zero: dict[str, Any] = {"stage": view.zero if view.fsdp > 1 else alone}
     if zero["stage"]:
         zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
-        zero["reduce_bucket_size"] = _BUCKET_SIZE
+        zero["reduce_bucket_size"] = _LARGE_BUCKET_SIZE if is_large else _BUCKET_SIZE
         zero |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in offloaded}
         zero |= {"stage3_gather_16bit_weights_on_model_save": True} if zero["stage"] == 3 else {}
     content: dict[str, Any] = {
@@ -163,8 +167,6 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
     is_recomputed = any(name.startswith("activation_checkpointing") for name in entries.values)
     entries.skip("expert_parallel.preset_model")
     entries.skip(*(name for name, usual in _USUAL.items() if entries.values.get(name) in usual))
-    if entries.values.get(_BUCKET_ENTRY) in (_BUCKET_SIZE, "auto"):
-        entries.skip(_BUCKET_ENTRY)
     tp = entries.number("tensor_parallel.autotp_size")
     zero = entries.number("zero_optimization.stage", default=0, least=0)
     micro_batch, batch = _batches(entries, num_devices // tp)
@@ -184,8 +186,20 @@ def _read(entries: Entries, _chain: ModelChain, num_devices: int) -> FileSetting
         seq_len=None,
         precision=on[0] if on else is_open or "fp32",
         levers=_offload(entries, zero),
+        options=_buckets(entries) if zero else (),
         unread=(*entries.unread, *([f"the precision, which is auto (priced in {is_open})"] if is_open else [])),
     )
+
+
+def _buckets(entries: Entries) -> tuple[str, ...]:
+    """Return the option of large buckets of gradients, unless the file or its trainer makes them small."""
+    size = entries.get(_BUCKET_ENTRY, default=_LARGE_BUCKET_SIZE)
+    try:
+        return (LARGE_BUCKETS,) if size != "auto" and float(size) > _BUCKET_SIZE else ()
+    except (TypeError, ValueError):
+        raise UserError(
+            field=_BUCKET_ENTRY, found=repr(size), expected="a number of gradients, or auto", hint="write 5e8"
+        ) from None
 
 
 def _batches(entries: Entries, ranks: int) -> tuple[int | None, int | None]:
@@ -250,6 +264,7 @@ def read_beside(entries: Entries, chain: ModelChain, num_devices: int, told: Fil
         global_batch=found.global_batch,
         precision=found.precision,
         levers={**told.levers, **found.levers},
+        options=found.options,
         unread=(*told.unread, *found.unread, *remarks),
         engine=DEEPSPEED,
     )
@@ -303,6 +318,7 @@ DEEPSPEED = Engine(
     execution=Execution(reduce_bytes=2, keeps_parameters=True, shares_head=True),
     precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_as_transformers("deepspeed", chain),
+    options={LARGE_BUCKETS: Option(change=lambda engine: engine.executing(bucket_bytes=2 * 2 * _LARGE_BUCKET_SIZE))},
     levers={
         "train": peft.LEVERS["train"],
         "offload": replace(
