@@ -196,6 +196,7 @@ def as_measured(counted: Profile, samples: Sequence[int] = (1, 2, 4), *, num_dev
         )
         for collective in get_args(Collective)
         for size in range(2, num_devices + 1)
+        if num_devices % size == 0
     ]
     identity = {"method": "measured", "device": "cpu", "device_kind": "cpu", "num_devices": num_devices}
     return counted.model_copy(

@@ -10,12 +10,14 @@ import pytest
 from steelyard.cost.job import Job
 from steelyard.errors import UserError
 from steelyard.plan.decisions import Decisions
+from steelyard.plan.file import dump_json
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import NothingFitsError, PlanningResult, plan_job
 from steelyard.planning.complete import find_plan
 from steelyard.planning.elastic import check_replannable, fastest_on, replan
 from steelyard.planning.problem import is_beaten, make_tables
 from steelyard.planning.variants import Study, with_shape
+from tests.cost.examples import CONFIG, SEQ_LEN, chain, measured_profile
 from tests.jobs import make_job, request_of
 from tests.runtime.models import make_plan
 
@@ -62,6 +64,16 @@ def test_a_lost_node_gives_nearly_the_plan_that_the_whole_search_gives_on_what_i
 def step_s(plan: Plan) -> float:
     assert plan.prediction is not None
     return plan.prediction.step_time_s
+
+
+def test_numbers_of_devices_that_a_measured_profile_lacks_are_left_out(tmp_path: Path) -> None:
+    """It has collectives of 2 and 4 ranks, and no link says how fast those of 3 are."""
+    profile = measured_profile(chain())
+    asked: dict[str, Any] = {"global_batch": 12, "seq_len": SEQ_LEN, "memory": "1GiB", "precision": "fp32"}
+    (tmp_path / "profile.json").write_text(dump_json(profile))
+    plan = find_plan(CONFIG, "1x4xcpu", profile=tmp_path / "profile.json", **asked)
+    found = replan(plan, (3,), tmp_path)
+    assert (found.plan.num_devices, found.taken) == (2, (2,))
 
 
 @pytest.mark.slow

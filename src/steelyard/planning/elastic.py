@@ -24,7 +24,7 @@ from pathlib import Path
 
 from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
-from steelyard.errors import UserError
+from steelyard.errors import InvalidProfileError, UserError
 from steelyard.hardware import Cluster
 from steelyard.plan.choices import Recut, Replanned, SlowNode
 from steelyard.plan.decisions import FREE
@@ -114,6 +114,7 @@ def fastest_on(
     began_s, slowest_s, known_s = time.monotonic(), 0.0, math.inf
     groups = {name: job.only([name]) if job.is_mixed else job for name, hosts in left.items() if hosts}
     found: list[tuple[Plan, dict[str, Shape]]] = []
+    unmeasured: InvalidProfileError | None = None
     for shapes in _joint_shapes(groups, left, is_mixed=job.is_mixed):
         started_s = time.monotonic()
         is_late = started_s + slowest_s > began_s + MOST_S
@@ -121,7 +122,11 @@ def fastest_on(
             break
         parts = {name: with_shape(groups[name].cluster, *shape) for name, shape in shapes.items()}
         part = Job.over([groups[name].on(cluster=cluster) for name, cluster in parts.items()])
-        result = Study(request, part).plan(known_s=known_s, to_the_end=to_the_end)
+        try:
+            result = Study(request, part).plan(known_s=known_s, to_the_end=to_the_end)
+        except InvalidProfileError as error:  # collectives of so many ranks were not measured
+            unmeasured = error
+            continue
         slowest_s = max(slowest_s, time.monotonic() - started_s)
         if isinstance(result, PlanningResult) and result.plan is not None:
             names = {cluster.name: name for name, cluster in parts.items()}
@@ -129,6 +134,8 @@ def fastest_on(
             found.append((result.plan, {name: shapes[name] for name in used}))
             searched_s = max((each.score_s for each in result.search.ranked[:1]), default=0.0)
             known_s = min(known_s, max(searched_s, result.plan.step_s))  # the other candidates must beat it
+    if unmeasured is not None and not found:
+        raise unmeasured
     return min(found, key=lambda each: each[0].step_s) if found else None
 
 
