@@ -17,7 +17,7 @@ from steelyard.precision import LayerPrecision
 from steelyard.units import GB, format_bytes
 
 _PROFILE_HINT = (
-    "run `steelyard profile MODEL --processes N -o profile.json` on this machine and pass --profile profile.json"
+    "run `steelyard profile MODEL --seq-len TOKENS --processes N -o profile.json` here and pass --profile profile.json"
 )
 
 DeviceType = Literal["gpu", "cpu"]

@@ -348,9 +348,10 @@ def engine_answers(
     """Return the best plan of every other engine, compared with the plan of a result, fastest first.
 
     These plans have no more stages than usual, as for the request's own engine, unless more stages gain enough.
-    ``limit_s`` is the time limit of each search in seconds (default: that of the request).
+    ``limit_s`` is the time limit of each search in seconds (default: that of the request). Empty on CPUs, for which the
+    others are not made.
     """
-    if result.plan is None or result.job.is_mixed:
+    if result.plan is None or result.job.is_mixed or not result.job.cluster.device.is_gpu:
         return ()
     job = result.job
     solved = replace(request, global_batch=job.global_batch, seq_len=job.seq_len, levers=job.levers, searched=())
