@@ -165,3 +165,17 @@ def test_no_other_share_is_asked_for_over_several_pools() -> None:
     assert make_request("llama3-8b", "1x8xa100-80gb+1x8xh100-80gb", **asked).simplify_share == 0
     with pytest.raises(UserError, match="several device groups"):
         make_request("llama3-8b", "1x8xa100-80gb+1x8xh100-80gb", simplify=0.02, **asked)
+
+
+@pytest.mark.slow
+def test_blocks_of_many_ranges_are_counted_by_type() -> None:
+    found = make_request("gpt-oss-20b", "1x8xh100-80gb", global_batch=64, seq_len=4096)
+    plan = complete(replace(found, num_fallbacks=0, num_next_best=0, simplify=0.0)).plan
+    assert plan is not None
+    (one,) = [each for each in prediction(plan).reasons if ": no remat; " in each]
+    named = {
+        name: [layer for layer in range(plan.chain().num_layers) if plan.chain().layer_name(layer).startswith(name)]
+        for name in ("full", "sliding")
+    }
+    kept = {name: sum(str(plan.strategies[layer].remat) == "none" for layer in named[name]) for name in named}
+    assert all(f"{kept[name]} of {len(named[name])} {name} blocks" in one for name in named if kept[name])

@@ -56,6 +56,8 @@ USUAL_STAGES = 8
 STAGE_PARAMS = 15_000_000_000
 """Parameters per stage of large models: MT-NLG has 15.1 billion, Megatron's largest 15.8, BLOOM 14.7."""
 DEPTH_GAIN = 0.07
+_MOST_RANGES = 4
+"""Ranges of layers of one strategy that are named; more are counted."""
 _ORDER = (Remat.FULL, Remat.SELECTIVE, Remat.NONE)
 
 
@@ -354,6 +356,10 @@ def _cost(other: Plan | None, job: Job, step_s: float, held: int) -> str:
 
 
 def _names(job: Job, layers: Sequence[int]) -> str:
-    """Return the names of layers, with neighbours joined into ranges."""
+    """Return the names of layers, with neighbours joined into ranges, or the numbers of blocks of many ranges."""
     runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(layers_text(job.chain, run[0], run[-1]) for run in runs)
+    if len(runs) <= _MOST_RANGES:
+        return ", ".join(layers_text(job.chain, run[0], run[-1]) for run in runs)
+    words = {layer: job.chain.layer_name(layer).rpartition(" ")[0] for layer in block_layers(job.chain)}
+    totals, own = Counter(words.values()), Counter(words.get(layer, job.chain.layer_name(layer)) for layer in layers)
+    return ", ".join(f"{count} of {totals[word]} {word}s" if totals[word] else word for word, count in own.items())
