@@ -63,7 +63,7 @@ class InvalidModelError(UserError):
 class AbsentTargetsError(InvalidModelError):
     """Targets of adapters that name no module of the model, beside ``present`` ones that do."""
 
-    def __init__(self, *, absent: Sequence[str], present: Sequence[str], **parts: str) -> None:
+    def __init__(self, *, absent: Sequence[str] = (), present: Sequence[str] = (), **parts: str) -> None:
         self.absent = tuple(absent)
         self.present = tuple(present)
         super().__init__(**parts)
