@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.tables import CostTables
+from steelyard.limits import MOST_BYTES
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.layers import ROUNDING
 from steelyard.search.partition import ConfigResult, assess_chain
@@ -118,7 +119,8 @@ def best_cuts(tables: CostTables, choice: Choice, budget_bytes: int, *, cutoff_s
     pairs = ((choice.columns, choice.recomputed), *choice.others)
     runs, *others = (_Runs(tables, *pair, budget_bytes) for pair in pairs)
     if choice.leading is not Leading.SAME:
-        return _best((runs, *others), 0, cutoff_s, free=choice.leading is Leading.FREE)
+        is_free = choice.leading is Leading.FREE
+        return _best((runs, *others), 0, cutoff_s, free=is_free) if not is_free or _may_fit((runs, *others)) else None
     most, best = runs.num_blocks, None
     if runs.bound_s(0) > cutoff_s or _best((runs,), 0, cutoff_s, free=True) is None:
         return None
@@ -167,7 +169,7 @@ class _Runs:
     def __init__(self, tables: CostTables, columns: Ints, recomputed: Ints, budget_bytes: int) -> None:
         self.tables = tables
         self.rows = np.array(tables.layers)
-        self._lasts = np.array(tables.last_types or range(len(tables.layer_types)))[self.rows]
+        self.lasts = np.array(tables.last_types or range(len(tables.layer_types)))[self.rows]
         self.plain, self.recomputed = columns[self.rows], recomputed[self.rows]
         self.is_block = self.plain != self.recomputed
         self.before = np.concatenate([[0], np.cumsum(self.is_block)])
@@ -175,7 +177,7 @@ class _Runs:
         self._transient: dict[tuple[int, bytes, int], int] = {}
         self._totals: dict[tuple[str, int, int], Ints] = {}
         works = tables.transient_bytes
-        least = np.minimum(works[self._lasts, self.plain], works[self._lasts, self.recomputed])
+        least = np.minimum(works[self.lasts, self.plain], works[self.lasts, self.recomputed])
         self.lower = np.concatenate([[0], least])
         """[L + 1] lower bound of a run's transient bytes by its end."""
         more = tables.time_s[self.rows, self.recomputed] - tables.time_s[self.rows, self.plain]
@@ -254,7 +256,7 @@ class _Runs:
 
     def total(self, table: Ints, counts: _Counts) -> Ints:
         """Return the sum of a table [K, S] over the layers of every run."""
-        own, last = table[self.rows, self.plain], table[self._lasts, self.plain]
+        own, last = table[self.rows, self.plain], table[self.lasts, self.plain]
         sums = _sums(own)
         found = np.zeros((len(sums), len(sums)), dtype=np.int64)
         found[:, 1:] = sums[:-1] - sums[:, None] + last
@@ -268,7 +270,7 @@ class _Runs:
 
     def freed(self, table: Ints) -> tuple[Ints, Ints]:
         """Return [L] the decrease of a table [K, S] if a layer is recomputed: inside a stage, and as its last layer."""
-        inside, last = (table[rows, self.plain] - table[rows, self.recomputed] for rows in (self.rows, self._lasts))
+        inside, last = (table[rows, self.plain] - table[rows, self.recomputed] for rows in (self.rows, self.lasts))
         return inside, last
 
     def held(self, in_flight: int, counts: _Counts) -> Ints:
@@ -314,6 +316,35 @@ class _Runs:
         """Return the first layers of all runs of the same layer types as this one."""
         windows = np.lib.stride_tricks.sliding_window_view(self.rows, end - start)
         return np.flatnonzero((windows == self.rows[start:end]).all(axis=1))
+
+
+def _may_fit(pairs: Sequence[_Runs]) -> bool:
+    """Return whether there are cuts that fit if every layer holds the least of all strategies of these pairs.
+
+    A choice that has none has no plan; this takes a tenth of the time of `_best`.
+    """
+    runs, tables = pairs[0], pairs[0].tables
+    offered = np.stack([each for own in pairs for each in (own.plain, own.recomputed)])
+    is_legal = tables.legal[runs.rows, offered]
+    lower = np.minimum.reduce([own.lower for own in pairs])[1:]
+    layouts, layers = tables.layout_of[runs.plain], np.arange(len(runs.rows) + 1)
+    lengths = layers[1:] - layers[:, None]
+    reached = layers == 0
+    for stage, room in enumerate(runs.rooms):
+        in_flight = tables.pipeline.in_flight(stage)
+        held = tables.held_bytes(in_flight)
+        inside, last = (
+            np.where(is_legal, held[rows, offered], MOST_BYTES).min(axis=0) for rows in (runs.rows, runs.lasts)
+        )
+        sums = _sums(inside)
+        rooms = np.full(len(layers), room)
+        if stage > 0 and tables.received is not None:
+            rooms[1:-1] -= tables.received.num_bytes(stage, in_flight)[layouts[:-1], layouts[1:]]
+        fits = sums[:-1] - sums[:, None] + (last + lower) <= rooms[:, None]
+        reached = np.append(
+            False, (reached[:, None] & fits & (lengths >= max(1, tables.least_layers(stage)))).any(axis=0)
+        )
+    return bool(reached[-1])
 
 
 class _StageRuns:
