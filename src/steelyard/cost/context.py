@@ -5,7 +5,6 @@ A rank has one communicator for every group of its layers' collectives, and one 
 | bytes             | of                                                                                       |
 |-------------------|------------------------------------------------------------------------------------------|
 | `PROCESS_BYTES`   | context and libraries of the process                                                     |
-| `bucket_bytes`    | buckets of gradients of an engine (`Execution`), on a stage of several devices           |
 | `PAIR_BYTES`      | a communicator of two ranks                                                              |
 | `GROUP_BYTES`     | a communicator of more ranks: the number of neighbours in rings and trees is constant    |
 | `PEER_BYTES`      | each neighbouring stage in the same node                                                 |
@@ -39,16 +38,15 @@ _NEIGHBOURS = 2
 
 
 def context_bytes(config: JobConfig) -> int:
-    """Bytes of the CUDA context, the pipeline's communicator and buckets of gradients on a GPU; 0 on a CPU."""
+    """Bytes of the CUDA context and the pipeline's communicator on a GPU; 0 on a CPU."""
     job, stages = config.job, config.pipeline.num_stages
     if not job.cluster.device.is_gpu:
         return 0
-    process = PROCESS_BYTES + job.execution.bucket_bytes * (config.devices_per_stage > 1)
     if stages == 1:
-        return process
+        return PROCESS_BYTES
     beside = min(_NEIGHBOURS, stages - 1)
     is_near = 2 * config.devices_per_stage <= job.cluster.devices_per_node
-    return process + _of_ranks(stages) + (beside * PEER_BYTES if is_near else NETWORK_BYTES)
+    return PROCESS_BYTES + _of_ranks(stages) + (beside * PEER_BYTES if is_near else NETWORK_BYTES)
 
 
 def communicator_bytes(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> int:

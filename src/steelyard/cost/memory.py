@@ -398,14 +398,20 @@ def _received(config: JobConfig, tables: CostTables) -> Received:
 
 
 def _overheads(config: JobConfig) -> tuple[int, ...]:
-    """Bytes [P] per device that no layer accounts for: CUDA context, shared inputs, and exchanges between chunks."""
+    """Bytes [P] per device that no layer accounts for: CUDA context, buckets of gradients, shared inputs, and
+    exchanges between chunks."""
     pipeline, job = config.pipeline, config.job
     key = "side", config.microbatch_samples
     has_own = job.execution.keeps_own_buffers
     side = 0 if has_own else job.once(key, lambda: side_bytes(set(job.chain.layer_types), config))
     exchanged = 0 if has_own else exchanged_bytes(config)
-    context, flights = counted_context_bytes(config), map(pipeline.in_flight, range(pipeline.num_stages))
-    return tuple(min(context + each * side + exchanged, MOST_BYTES) for each in flights)
+    alone = counted_context_bytes(config) + _bucket_bytes(config) + exchanged
+    return tuple(min(alone + pipeline.in_flight(stage) * side, MOST_BYTES) for stage in range(pipeline.num_stages))
+
+
+def _bucket_bytes(config: JobConfig) -> int:
+    """Bytes of an engine's buckets of gradients, which only a stage of several devices has."""
+    return config.job.execution.bucket_bytes * (config.devices_per_stage > 1)
 
 
 def exchanged_bytes(config: JobConfig) -> int:
@@ -522,7 +528,8 @@ def _stage_terms(
         for each in (tables, of_tensors)
     )
     buffers = 0 if config.job.execution.keeps_own_buffers else exchanged_bytes(config)
-    read = tables.overhead_of(stage) - counted_context_bytes(config) - buffers
+    read = tables.overhead_of(stage) - counted_context_bytes(config) - _bucket_bytes(config) - buffers
+    terms["gradients"] += _bucket_bytes(config)
     terms["activations"] = _activations(tables, parts, strategies, config, stage, place) + read
     last = layers[-1]
     if last < chain.num_layers - 1:
