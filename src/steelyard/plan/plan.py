@@ -501,7 +501,7 @@ def answer_lines(plan: Plan, *, everything: bool = False) -> Iterator[tuple[str,
         is_assumed = source.rates is not None and source.rates.is_assumed
         is_unusual = source.is_measured or source.time_factor != 1.0 or is_assumed  # not traced at fitted rates
         lines = {
-            "Gain": gain_text(prediction),
+            "Gain": gain_text(prediction, has_decisions=plan.asked is not None),
             "Memory": f"{format_bytes(taken)} of {format_bytes(budget)} on the fullest device{where}{free}",
             "Host": str(prediction.host or ""),
             "Accuracy": prediction.accuracy,

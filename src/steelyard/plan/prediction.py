@@ -455,18 +455,22 @@ SAME_SHARE = 5e-4
 """Relative difference below which step times are called the same."""
 
 
-def gain_text(prediction: Prediction) -> str:
-    """Return the gain over the baseline, and the baseline's plan; empty if none was searched."""
+def gain_text(prediction: Prediction, *, has_decisions: bool) -> str:
+    """Return the gain over the baseline, and the baseline's plan; empty if none was searched.
+
+    With ``has_decisions`` the baseline was searched within the user's decisions too.
+    """
     if not prediction.baselines:
         return ""
     fitting = [(each.step_time_s, each) for each in prediction.baselines if each.step_time_s is not None]
+    within = " within your options" if has_decisions else ""
     if not fitting:
-        return f"no baseline: no plan with {ONE_STRATEGY} fits"
+        return f"no baseline: no plan with {ONE_STRATEGY} fits{within}"
     step_s, best = min(fitting, key=lambda pair: pair[0])
     words = against(1 - prediction.step_time_s / step_s)
     name = "" if best.name == ONE_STRATEGY else f", {best.name}"
     what = f"{format_seconds(step_s)}: {best.strategies}; {best.setting}"
-    return f"{words} the baseline, the best plan with {ONE_STRATEGY}{name} ({what})"
+    return f"{words} the baseline, the best plan with {ONE_STRATEGY}{within}{name} ({what})"
 
 
 def simplicity_line(num_groups: int, num_stages: int, prediction: Prediction) -> str:

@@ -134,7 +134,7 @@ def leading_sentences(plan: Plan, explanation: Explanation) -> Iterator[str]:
         best = max(without, key=lambda each: each.slowdown or 0.0, default=None)
         most = "" if best is None else f"; {best.name} the best plan takes {step_text(best)} per step"
         change = "" if best is None else f" ({format_change(best.slowdown or 0.0)})"
-        if gain := gain_text(plan.prediction):
+        if gain := gain_text(plan.prediction, has_decisions=plan.asked is not None):
             yield f"Why it wins: it is {gain}{most}{change}."
     if explanation.binds:
         yield explanation.binds

@@ -293,9 +293,11 @@ def test_what_is_gained_over_plain_plans_is_said_in_days_and_money() -> None:
     faster = (baselines[1].model_copy(update={"step_time_s": step_s / 1.1}),)
     worse = planned.model_copy(update={"prediction": prediction.model_copy(update={"baselines": faster})})
     assert gain_sentence(worse) == "It is 10.0% slower than plain FSDP"
-    assert gain_text(worse.prediction).startswith(
-        f"10.0% slower than the baseline, the best plan with {ONE_STRATEGY}, plain FSDP ("
-    )
+    for has_decisions, within in ((False, ""), (True, " within your options")):
+        text = gain_text(worse.prediction, has_decisions=has_decisions)
+        assert text.startswith(
+            f"10.0% slower than the baseline, the best plan with {ONE_STRATEGY}{within}, plain FSDP ("
+        )
     none = (Baseline(name="plain DDP"), Baseline(name="plain FSDP"), *baselines[2:])
     other = planned.model_copy(update={"prediction": prediction.model_copy(update={"baselines": none})})
     assert gain_sentence(other).endswith("; plain DDP and plain FSDP have no legal strategy")
