@@ -134,7 +134,8 @@ class Device:
                 field="--memory",
                 found=f"device {self.name!r}, whose memory is not stated",
                 expected="the memory that one device (for cpu: one process) may use",
-                hint="pass for example --memory 4GiB, or write memory_GiB in the cluster file",
+                hint="pass for example --memory 4GiB, or write memory_GiB in the cluster file"
+                + ("; its speed is not known either: also pass --profile" if self.needs_profile else ""),
             )
         return self.memory_bytes
 
