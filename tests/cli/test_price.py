@@ -135,6 +135,18 @@ def test_a_mistake_names_its_option(run: Run, options: tuple[object, ...], field
     assert user_error(run("price", *JOB, *options)).field == field
 
 
+def test_settings_that_divide_unevenly_are_refused_before_the_model_is_traced(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("steelyard.planning.job.cached_trace", None)
+    for options, field in (
+        (("--micro-batch", 3), "--micro-batch"),
+        (("--tp", 3), "--tp, --cp and --pp"),
+        (("--ep", 2), "--ep"),
+    ):
+        assert user_error(run("price", *JOB, *options)).field == field
+
+
 @pytest.mark.slow
 def test_the_fastest_other_engines_stand_in_the_first_lines_of_a_plan(run: Run) -> None:
     shown = " ".join(run("plan", *JOB, "--top", 0, "--fallbacks", 0).stdout.partition("Engines")[2].split())

@@ -47,6 +47,8 @@ def price_settings(request: PlanRequest, engine: Engine, precision: Precision, s
     engine shards them by itself. Raises `UserError` as `plan_of_settings`.
     """
     check_levers(request.levers, request.chain, engine)
+    if request.global_batch is not None:
+        _divisions(request.chain, request.cluster.num_devices, request.global_batch, settings)  # before the trace
     states = engine.execution.states
     if settings.zero == 0 and states is not None:
         engine = replace(engine, execution=replace(engine.execution, states=replace(states, zero=0)))
@@ -217,24 +219,7 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
     Raises `UserError` if they divide devices, batch or experts unevenly, or if the engine cannot run them.
     """
     chain, devices = job.chain, job.cluster.num_devices
-    for dimension in DIMENSIONS.values():
-        degree = getattr(settings, dimension.name, 1)
-        if degree > 1 and (reason := dimension.serves(chain)):
-            raise UserError(
-                field=f"--{dimension.name}",
-                found=f"{degree} for {chain.name}",
-                expected=f"1, because {reason}",
-                hint="leave it out",
-            )
-    model_ranks = settings.tp * settings.cp * settings.pp
-    data = _divided("--tp, --cp and --pp", devices, model_ranks, "devices")
-    count = _divided(
-        "--micro-batch",
-        job.global_batch,
-        data * settings.micro_batch,
-        f"samples of the global batch, {settings.micro_batch} on each of {data} data ranks",
-    )
-    experts = _divided("--ep", settings.ep, settings.tp, "ranks of experts by tp") if settings.ep > 1 else 1
+    data, count, experts = _divisions(chain, devices, job.global_batch, settings)
     strategy = _strategy(job, settings, data, experts)
     pipeline = PipelineConfig(
         num_stages=settings.pp, num_chunks=settings.vpp, num_microbatches=count, schedule=_schedule(settings)
@@ -283,6 +268,32 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
             hint="change these settings, or give another --engine",
         )
     return plan
+
+
+def _divisions(chain: ModelChain, devices: int, global_batch: int, settings: Settings) -> tuple[int, int, int]:
+    """Return the numbers of data ranks, of microbatches, and of ranks that divide experts within tp's.
+
+    Raises `UserError` if settings divide devices, batch or experts unevenly, or a dimension does not serve the model.
+    """
+    for dimension in DIMENSIONS.values():
+        degree = getattr(settings, dimension.name, 1)
+        if degree > 1 and (reason := dimension.serves(chain)):
+            raise UserError(
+                field=f"--{dimension.name}",
+                found=f"{degree} for {chain.name}",
+                expected=f"1, because {reason}",
+                hint="leave it out",
+            )
+    model_ranks = settings.tp * settings.cp * settings.pp
+    data = _divided("--tp, --cp and --pp", devices, model_ranks, "devices")
+    count = _divided(
+        "--micro-batch",
+        global_batch,
+        data * settings.micro_batch,
+        f"samples of the global batch, {settings.micro_batch} on each of {data} data ranks",
+    )
+    experts = _divided("--ep", settings.ep, settings.tp, "ranks of experts by tp") if settings.ep > 1 else 1
+    return data, count, experts
 
 
 def _strategy(job: Job, settings: Settings, data: int, experts: int) -> Strategy:
