@@ -125,64 +125,6 @@ def completions(  # noqa: C901, PLR0912 (as `sweep`)
                     rest[position, level, which, before] = best
 
 
-@compiled("void(i8[:,::1], i8[::1], i8[:,:,::1], f8[:,::1], f8[::1], i8[::1], i8[::1], i8, i8, f8, f8[:,::1])")
-def drop_useless(  # noqa: C901, PLR0912 (as `sweep`)
-    numbers: IntArray,
-    count: IntArray,
-    rows: IntArray,
-    seconds: FloatArray,
-    prices: FloatArray,
-    lower: IntArray,
-    upper: IntArray,
-    least_end: int,
-    budget: int,
-    limit_s: float,
-    least: FloatArray,
-) -> None:
-    """Move the options that runs within the limit may have to the front, and count them; see `layers`.
-
-    ``numbers`` [R, 3] are the layer types of a run, its number of layers of each, and the bytes that later layers may
-    free. ``least`` [R, Q] is work space. Useful options are temporarily marked by a negative strategy.
-    """
-    for level in range(len(upper)):
-        for part in range(len(numbers)):
-            layer_type = numbers[part, 0]
-            for which in range(len(prices)):
-                least[part, which] = np.inf
-                for option in range(count[layer_type]):
-                    if (
-                        max(rows[layer_type, 3, option] - numbers[part, 2], least_end) + rows[layer_type, 6, option]
-                        <= upper[level]
-                    ):
-                        paid = seconds[layer_type, option] + prices[which] * rows[layer_type, 2, option]
-                        least[part, which] = min(least[part, which], paid)
-        for part in range(len(numbers)):
-            layer_type = numbers[part, 0]
-            for option in range(count[layer_type]):
-                reach = max(rows[layer_type, 3, option] - numbers[part, 2], least_end) + rows[layer_type, 6, option]
-                if rows[layer_type, 0, option] < 0 or reach > upper[level]:
-                    continue
-                bound = 0.0
-                for which in range(len(prices)):
-                    total = prices[which] * float(lower[level] - budget)
-                    for other in range(len(numbers)):
-                        total += numbers[other, 1] * least[other, which]
-                    paid = seconds[layer_type, option] + prices[which] * rows[layer_type, 2, option]
-                    bound = max(bound, total + paid - least[part, which])
-                if bound <= limit_s:
-                    rows[layer_type, 0, option] = -1 - rows[layer_type, 0, option]
-    for part in range(len(numbers)):
-        layer_type, kept = numbers[part, 0], 0
-        for option in range(count[layer_type]):
-            if rows[layer_type, 0, option] < 0:
-                rows[layer_type, 0, kept] = -1 - rows[layer_type, 0, option]
-                for field in range(1, rows.shape[1]):
-                    rows[layer_type, field, kept] = rows[layer_type, field, option]
-                seconds[layer_type, kept] = seconds[layer_type, option]
-                kept += 1
-        count[layer_type] = kept
-
-
 @compiled(
     "i8(i8[:,::1], f8[::1], i8, i8[:,::1], f8[::1], f8[:,::1], i8[:,::1], i8[:,::1], i8[:,::1], i8[:,::1], b1, b1, "
     "i8[::1], i8[::1], i8, f8, f8[:,::1], f8[:,:,::1], f8[:,::1], i8[::1], i8[::1], b1, f8[:,:,::1], i8[:,:,:,::1], "

@@ -52,9 +52,8 @@ Lagrangian duality as in Handler and Zang 1980 (constrained shortest paths).
 
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -75,9 +74,6 @@ HIGH_PRICES = np.array([4.0, 16.0])
 
 MEAN_MOMENTS = (0, 4)
 """Numbers of layers before the last one of a run whose mean moment bounds its memory; 0 is the last one itself."""
-
-MAX_TYPES_SCREENED = 32
-"""Maximum number of layer types of a run whose transient peaks are screened before they are grouped into levels."""
 
 MAX_CANDIDATES = 2_000_000
 """Maximum of states times options of one layer; more take seconds and hundreds of megabytes."""
@@ -169,11 +165,6 @@ class StageCosts:
     def is_plain(self) -> bool:
         """Whether nothing is freed and there are no buffers, so that the peak of a run is that of one of its layers."""
         return len(self.buffers) == 1 and not self.rows[:, 4].any()
-
-    def most_freed(self, layer_types: Sequence[int]) -> int:
-        """Maximum bytes that layers of these types free together."""
-        real = np.arange(self.rows.shape[2]) < self.count[:, None]
-        return int(np.where(real, self.rows[:, 4], 0).max(axis=1)[list(layer_types)].sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -450,10 +441,7 @@ def chain_frontier(
     rows[0] = rows[1] = entries
     rows[2], rows[3], rows[6:] = 0, NOTHING_BYTES, 0
     states = LayerStates(rows=rows, seconds=np.zeros(len(entries)))
-    costs = _useful(
-        costs, layer_types, pruning, _levels(costs, layer_types, pruning, costs.transient + costs.rows[:, 6])
-    )
-    guide = _guide(costs, layer_types, entries, pruning, _levels(costs, layer_types, pruning, costs.transient))
+    guide = _guide(costs, layer_types, entries, pruning)
     room, work = (np.empty((8, 0), dtype=np.int64), np.empty((2, 0))), _work_of(costs, len(guide.upper))
     per_layer, missed_s, dropped_s = [], 0.0, pruning.limit_s
     for position, layer_type in enumerate(layer_types):
@@ -520,81 +508,19 @@ def peak_levels(peaks: IntArray, least: int | None = None, most: int = MAX_LEVEL
     return np.append(least, upper[:-1] + 1), upper
 
 
-def _possible_peaks(costs: StageCosts, layer_types: Sequence[int], peaks: IntArray, pruning: Pruning) -> IntArray:
-    """Return the transient peaks on which the run may end within budget and limit; fewer peaks make finer levels.
-
-    Each is bounded as in the module, at its own transient and without resharding. All peaks are returned if they are no
-    more than the levels, or if there are so many layer types that screening would take longer than it saves.
-    """
-    different = distinct(peaks)
-    numbers = Counter(layer_types)
-    if len(different) <= MAX_LEVELS or len(numbers) > MAX_TYPES_SCREENED:
-        return different
-    total = pruning.prices[:, None] * (different - float(pruning.budget_bytes))
-    for layer_type, number in numbers.items():
-        count = costs.count[layer_type]
-        order = np.argsort(costs.transient[layer_type, :count], kind="stable")
-        priced = costs.seconds[layer_type, order] + pruning.prices[:, None] * costs.bytes[layer_type, order]
-        least = np.full((len(pruning.prices), count + 1), np.inf)
-        np.minimum.accumulate(priced, axis=1, out=least[:, 1:])
-        total += number * least[:, np.searchsorted(costs.transient[layer_type, order], different, side="right")]
-    bound = total.max(axis=0, initial=0.0)
-    possible = bound <= pruning.limit_s * (1 + ROUNDING)
-    possible[np.argmin(bound)] = True
-    found: IntArray = different[possible]
-    return found
-
-
-def _levels(
-    costs: StageCosts, layer_types: Sequence[int], pruning: Pruning, reach: IntArray
-) -> tuple[IntArray, IntArray]:
-    """Return lower and upper edges of the levels of ``reach`` [K, O], the transient peak, for the search of a run."""
-    peaks = np.concatenate([reach[layer_type, : costs.count[layer_type]] for layer_type in set(layer_types)])
+def _levels(costs: StageCosts, layer_types: Sequence[int]) -> tuple[IntArray, IntArray]:
+    """Return lower and upper edges of the levels of the transient peak for the search of a run."""
+    of_types = {each: costs.transient[each, : costs.count[each]] for each in layer_types}
+    peaks = np.concatenate(list(of_types.values()))
     if costs.is_plain:
-        lower_bound = max(
-            int(costs.transient[layer_type, : costs.count[layer_type]].min(initial=2**48))
-            for layer_type in set(layer_types)
-        )
-        return peak_levels(_possible_peaks(costs, layer_types, np.maximum(peaks, lower_bound), pruning))
-    return peak_levels(peaks, int(costs.transient[layer_types[-1], : costs.count[layer_types[-1]]].min(initial=2**48)))
+        return peak_levels(np.maximum(peaks, max(int(each.min(initial=2**48)) for each in of_types.values())))
+    return peak_levels(peaks, int(of_types[layer_types[-1]].min(initial=2**48)))
 
 
-def _useful(
-    costs: StageCosts, layer_types: Sequence[int], pruning: Pruning, levels: tuple[IntArray, IntArray]
-) -> StageCosts:
-    """Return the costs with only the options that some run within budget and limit may have.
-
-    At any price, a run with an option exceeds the bound of all runs by at least the excess of the option over the
-    cheapest of its type. Resharding is left out.
-    """
-    if np.isinf(pruning.limit_s):
-        return costs
-    freed = 0 if costs.is_plain else costs.most_freed(layer_types)
-    numbers = np.array(
-        [
-            (layer_type, number, freed if layer_type in layer_types[:-1] else 0)
-            for layer_type, number in sorted(Counter(layer_types).items())
-        ]
-    )
-    count, rows, seconds = costs.count.copy(), costs.rows.copy(), costs.seconds.copy()
-    least = np.empty((len(numbers), len(pruning.prices)))
-    limit_s = pruning.limit_s * (1 + ROUNDING)
-    end = int(costs.transient[layer_types[-1], : costs.count[layer_types[-1]]].min(initial=NO_LIMIT_BYTES))
-    given = numbers, count, rows, seconds, pruning.prices, *levels, end, pruning.budget_bytes, limit_s, least
-    kernels.drop_useless(*given)
-    return replace(costs, count=count, rows=rows, seconds=seconds)
-
-
-def _guide(
-    costs: StageCosts,
-    layer_types: Sequence[int],
-    entries: IntArray,
-    pruning: Pruning,
-    levels: tuple[IntArray, IntArray],
-) -> _Guide:
+def _guide(costs: StageCosts, layer_types: Sequence[int], entries: IntArray, pruning: Pruning) -> _Guide:
     """Return completion bounds for every level and mean at price 0 and at the prices that bound the whole run best."""
     prices = np.append(pruning.prices, pruning.prices.max() * HIGH_PRICES)
-    (lower, upper), weights = levels, _weights(costs, len(layer_types))
+    (lower, upper), weights = _levels(costs, layer_types), _weights(costs, len(layer_types))
     rows = len(lower) + weights.shape[1]
     completion = np.zeros((len(layer_types) + 1, rows, len(prices), costs.num_groups + 1))
     rest_bytes, others = (
