@@ -92,7 +92,12 @@ class _Play:
         self._runs = runs
         self._table = table
         self._count = num_microbatches
-        self._work_s = _with_transfers(table)
+        work_s = list(table.duration_s)
+        for group, target in enumerate(table.consumer):
+            if target >= 0:
+                work_s[group] += table.transfer_s[group]
+                work_s[target] += table.transfer_s[group]
+        self._work_s = work_s
         self._arrival_s = arrivals(table, num_microbatches, _NEVER)
         self._free_s = [0.0] * len(runs)
         self._left_s: dict[int, float] = {}
@@ -147,13 +152,3 @@ class _Play:
         if table.consumer[group] >= 0:
             self._arrival_s[table.consumer[group] * self._count + microbatch] = self.now_s
         self._free_s[stage] = self.now_s
-
-
-def _with_transfers(table: PassTable) -> list[float]:
-    """Seconds of each pass group including the transfers of its input and its result."""
-    work_s = list(table.duration_s)
-    for group, target in enumerate(table.consumer):
-        if target >= 0:
-            work_s[group] += table.transfer_s[group]
-            work_s[target] += table.transfer_s[group]
-    return work_s

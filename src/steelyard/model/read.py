@@ -319,7 +319,7 @@ def _chain_of(split: Split, name: str, config: dict[str, Any], identity: str) ->
         family=family,
         config=config,
         config_hash=identity,
-        sizes=sizes_in(config),
+        sizes={key: config[key] for key in _SIZES if _is_count(config.get(key))},
         split=split,
     )
 
@@ -416,11 +416,6 @@ def check_values(config: Mapping[str, Any]) -> None:
     if top_k is not None and not (_is_count(top_k) and (experts is None or top_k <= experts)):
         most = "" if experts is None else f", at most the {experts} experts"
         raise _wrong(_TOP_K, top_k, f"a whole number of 1 or more{most}")
-
-
-def sizes_in(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes in a config by key, which every model of this config has."""
-    return {key: config[key] for key in _SIZES if _is_count(config.get(key))}
 
 
 def _is_number(value: object) -> bool:

@@ -19,7 +19,6 @@ from steelyard.engines.engine import Engine, options_in
 from steelyard.errors import UserError
 from steelyard.levers import LEVERS, Levers
 from steelyard.levers.lever import Result
-from steelyard.model.chain import ModelChain
 from steelyard.plan.choices import RESULTS, Advice, Found
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import device_bytes
@@ -62,10 +61,6 @@ class Change(NamedTuple):
         """Whether its first lever takes long to try."""
         return bool(self.levers) and LEVERS[self.name].takes_long
 
-    def keeps_trace(self, chain: ModelChain) -> bool:
-        """Whether the model is traced as without the change."""
-        return Levers.of(self.levers).change(chain) is chain
-
     def of(self, request: PlanRequest) -> PlanRequest:
         """Return the request with this change. Raises `UserError` if it is impossible."""
         changed = with_levers(request, self.levers) if self.levers else request
@@ -107,7 +102,7 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
         text = change.text(request.engine)
         progress(f"{number} of {len(singles)} changes, {text}")
         reason = _refusal(request, change)
-        more = change.keeps_trace(request.chain) - change.takes_long
+        more = (Levers.of(change.levers).change(request.chain) is request.chain) - change.takes_long
         if not reason and time.process_time() > deadline + more * TOTAL_S / 2:
             untried.append(text)
             continue

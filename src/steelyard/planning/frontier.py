@@ -26,7 +26,7 @@ from steelyard.planning.choose import PlanningResult, device_bytes
 from steelyard.planning.price import describe, peak_bytes, summarise, with_price
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.simple import with_usual_stages
-from steelyard.planning.variants import Progress, Study, Variant, on_cluster, on_devices, with_shape, within
+from steelyard.planning.variants import Progress, Study, on_cluster, on_devices, with_shape, within
 from steelyard.search.runs import smallest_peak_bytes
 from steelyard.units import format_bytes, format_plural
 
@@ -66,8 +66,13 @@ def find_trade_offs(
     points, is_complete = memory_points(study, chosen, max_searches=max_searches, progress=progress)
     devices = []
     for each in variants:
-        progress(f"planning for {each.change(request).cluster.num_devices} devices")
-        devices.append(device_point(study, each, price_per_device_hour))
+        cluster = each.change(request).cluster
+        progress(f"planning for {cluster.num_devices} devices")
+        price = None if price_per_device_hour is None else price_per_device_hour * cluster.num_devices
+        result = study.plan(each)
+        usual = result if isinstance(result, str) else with_usual_stages(result, request)[0]
+        bare = DevicePoint(num_devices=cluster.num_devices, cluster=cluster.name)
+        devices.append(_filled(bare, usual, price))
     return TradeOffs(
         model=own.chain.name,
         cluster=own.cluster.name,
@@ -170,15 +175,6 @@ def falling(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
         if not kept or point.step_time_s < kept[-1].step_time_s:
             kept.append(point)
     return tuple(reversed(kept))
-
-
-def device_point(study: Study, variant: Variant, price_per_device_hour: float | None) -> DevicePoint:
-    """Return the best plan on a number of devices as a point of time and money against devices."""
-    cluster = variant.change(study.request).cluster
-    bare = DevicePoint(num_devices=cluster.num_devices, cluster=cluster.name)
-    price = None if price_per_device_hour is None else price_per_device_hour * bare.num_devices
-    result = study.plan(variant)
-    return _filled(bare, result if isinstance(result, str) else with_usual_stages(result, study.request)[0], price)
 
 
 def _filled(bare: DevicePoint, result: PlanningResult | str, price_per_hour: float | None) -> DevicePoint:

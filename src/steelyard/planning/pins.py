@@ -33,12 +33,6 @@ OR_MORE = " or more"
 _ANY_DEGREE = f"2{OR_MORE}"
 
 
-def pin_keys() -> tuple[str, ...]:
-    """Return the keys of a strategy that a pin can set: degrees of dimensions, their modes, and remat."""
-    degrees = (dimension.name for dimension in level_dimensions())
-    return (*degrees, *modes(), "remat")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
     """Requirement on the layers from ``first`` to ``last`` (inclusive; all if None), as keys and values."""
@@ -106,7 +100,8 @@ def pins_of(decisions: Decisions, chain: ModelChain) -> tuple[Pin, ...]:
 def parse_pin(text: str, *, option: str, num_layers: int) -> Pin:
     """Parse a pin. Raises `UserError` with the name of the ``option`` for invalid text."""
     place, colon, rest = text.rpartition(":")
-    keys = (*pin_keys(), *_PIPELINE_KEYS, MICRO_BATCH)
+    degrees = (dimension.name for dimension in level_dimensions())
+    keys = (*degrees, *modes(), "remat", *_PIPELINE_KEYS, MICRO_BATCH)
     wanted = tuple(pair for part in rest.split(",") for pair in _requirement(part.strip(), option, keys))
     if not colon and any(value == _ANY_DEGREE for _, value in wanted):
         place = "blocks"
