@@ -126,7 +126,7 @@ def completions(  # noqa: C901, PLR0912 (as `sweep`)
 
 
 @compiled(
-    "i8(i8[:,::1], f8[::1], i8, i8[:,::1], f8[::1], f8[:,::1], i8[:,::1], i8[:,::1], i8[:,::1], i8[:,::1], b1, b1, "
+    "i8(i8[:,::1], f8[::1], i8, i8[:,::1], f8[::1], f8[:,::1], i8[:,::1], i8[:,::1], i8[:,::1], b1, b1, "
     "i8[::1], i8[::1], i8, f8, f8[:,::1], f8[:,:,::1], f8[:,::1], i8[::1], i8[::1], b1, f8[:,:,::1], i8[:,:,:,::1], "
     "i8[:,::1], f8[:,::1])"
 )
@@ -140,7 +140,6 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
     received: IntArray,
     buffers: IntArray,
     joined: IntArray,
-    growth: IntArray,
     repeats: bool,
     is_last: bool,
     lower: IntArray,
@@ -162,7 +161,7 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
 
     ``states`` [8, N] as in `LayerStates`; ``options`` [7, O] as in `StageCosts`, of ``count`` options; ``switch``
     [C + 1, S] seconds and ``received`` [C + 1, S] bytes that a stage receives, empty after its first layer.
-    ``buffers`` [B, 3], ``joined``, ``growth`` and ``repeats`` as in `StageCosts`; ``is_last``: whether this layer ends
+    ``buffers`` [B, 3], ``joined`` and ``repeats`` as in `StageCosts`; ``is_last``: whether this layer ends
     its stage. ``prices`` [J + V, Q], ``completion`` [J + V, Q, C + 1], ``weights`` [V, 3] and ``rest_bytes`` [J + V]
     are for the layers still to come, as are ``others``: the maximum bytes that they free, the minimum that they keep,
     and the minimum transient bytes of the last one. ``places`` [8, room] receives the new states, and ``values``
@@ -211,7 +210,7 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
                 level += 1
             for own in range(level + 1):
                 if same[came, 0, own] <= spent and known[0, came, 0, own] <= taken + peak:
-                    beaten |= growth[known[1, came, 0, own], size] == 0
+                    beaten |= known[1, came, 0, own] == size
             if beaten:
                 continue
             if spent < same[came, 0, level] and more == 0:  # later states may take less than one that grew
@@ -257,36 +256,31 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
     return found
 
 
-@compiled(
-    "i8(i8[::1], i8[:,::1], f8[::1], i8[:,::1], f8[:,::1], f8, f8[:,:,::1], f8[:,:,::1], i8[:,:,:,::1], i8[:,::1], "
-    "i8[:,::1])"
-)
+@compiled("i8(i8[::1], i8[:,::1], f8[::1], i8, f8[:,::1], f8, f8[:,:,::1], f8[:,:,::1], i8[:,:,:,::1], i8[:,::1])")
 def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     order: IntArray,
     places: IntArray,
     seconds: FloatArray,
-    growth: IntArray,
+    sizes: int,
     detour: FloatArray,
     slack_s: float,
     fastest: FloatArray,
     same: FloatArray,
     known: IntArray,
     classes: IntArray,
-    buffers: IntArray,
 ) -> int:
     """Move the unbeaten `candidates` to the front of ``order``, which lists them by bytes; return their number.
 
     ``detour`` [C + 1, C + 1] is the maximum additional time of whatever follows from the first class instead of the
-    second; ``growth`` [B, B] as in `StageCosts`; states within ``slack_s`` of another one count as beaten. Only states
-    of one entry are compared. Work space, [entries times B, C + 1, J]: ``fastest`` so far at a level or below, ``same``
-    the fastest at exactly the level, and ``known`` its bytes with and without its transient. ``classes``
-    [entries times B, C + 2] and ``buffers`` [entries, B + 1]: the number of classes, and of places of buffers, of
-    unbeaten states so far, and then these. Of equal bytes the faster state comes first, then the one with the smaller
-    transient; with a slack the one with the smaller transient beats others from there on.
+    second; states within ``slack_s`` of another one count as beaten. Only states of one entry and one of the ``sizes``
+    of buffers are compared. Work space, [entries times B, C + 1, J]: ``fastest`` so far at a level or below, ``same``
+    the fastest at exactly the level, and in ``known`` its bytes with its transient. ``classes`` [entries times B,
+    C + 2]: the number of classes of unbeaten states so far, and then these. Of equal bytes the faster state comes
+    first, then the one with the smaller transient; with a slack the one with the smaller transient beats others from
+    there on.
     """
-    sizes = len(growth)
     for index in order:
-        classes[places[0, index] * sizes + places[7, index], 0] = buffers[places[0, index], 0] = 0
+        classes[places[0, index] * sizes + places[7, index], 0] = 0
     for place in range(1, len(order)):
         index, slot = order[place], place
         while slot > 0 and places[2, order[slot - 1]] == places[2, index]:
@@ -311,23 +305,11 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
             is_new &= other != left
             if beaten:
                 break
-        for turn in range(0 if beaten else buffers[entry, 0]):
-            other = buffers[entry, turn + 1]
-            more, place = growth[other, size], came - size + other
-            if other == size or more < 0:
-                continue
-            for level in range(fastest.shape[2]):
-                if same[place, left, level] <= longest and known[0, place, left, level] + more <= peak:
-                    beaten |= known[1, place, left, level] + more <= places[2, index]
-            if beaten:
-                break
         if beaten:
             continue
         order[num_kept] = index
         num_kept += 1
         if classes[came, 0] == 0:
-            buffers[entry, 0] += 1
-            buffers[entry, buffers[entry, 0]] = size
             same[came] = np.inf
         if is_new:
             classes[came, 0] += 1
@@ -336,7 +318,7 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
         ahead_s = same[came, left, own] - seconds[index]
         if ahead_s > 0 or (-slack_s < ahead_s and peak < known[0, came, left, own]):
             same[came, left, own] = seconds[index]
-            known[0, came, left, own], known[1, came, left, own] = peak, places[2, index]
+            known[0, came, left, own] = peak
         for higher in range(own, fastest.shape[2]):
             fastest[came, left, higher] = min(fastest[came, left, higher], seconds[index])
     return num_kept

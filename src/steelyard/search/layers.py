@@ -2,8 +2,7 @@ r"""Dynamic program on frontiers: one strategy per layer of a run of layers insi
 
 The program keeps states for layers $l = 1..n$ of a stage and an entry class $e$ (the layout in which the layer before
 the stage left its output). For each class $c$ of the last strategy and largest buffers $\beta$ so far, these are the
-states $(e, c, \beta, A, u, t)$ that no other state of the same $e, c$ beats in all of $A, u, t$ even if its buffers
-grow to $\beta$, where
+states $(e, c, \beta, A, u, t)$ that no other state of the same $e, c, \beta$ beats in all of $A, u, t$, where
 
 $$A = \beta + \sum_l h_l, \quad u \leftarrow \max(u - f_l,\; u_l), \quad \beta = \max_l \beta_l, \quad
 t = \sum_l \big(t(k_l, s_l) + r(k_l, c_{l-1}, s_l)\big)$$
@@ -144,8 +143,6 @@ class StageCosts:
     """[B, 3] buffers of `CostTables` that layers have, and the maxima of several of them; first all zero"""
     joined: IntArray
     """[B, B] place of a stage's largest buffers so far, by the place of those before and of a layer's"""
-    growth: IntArray
-    """[B, B] bytes by which the first may still grow to become the second; -1 if no number of bytes makes up for it"""
     repeats: bool
     """`CostTables.repeats`"""
     lasts: IntArray
@@ -257,7 +254,7 @@ class OptionTable:
         layer_types = np.arange(len(tables.layer_types))[:, None]
         used = [{*row[columns[some]].tolist()} for row, some in zip(buffer, np.any(kept, axis=0), strict=True)]
         inner = set[int]().union(*(used[layer_type] for layer_type in {*tables.layers[1:]}))
-        joined = _joined(buffers, used[tables.layers[0]], inner, repeats=tables.repeats)
+        joined = _joined(buffers, used[tables.layers[0]], inner)
         parts = [np.broadcast_to(each, num_bytes.shape) for each in (tables.transient_bytes, freed, buffer, held)]
         chosen = [np.take_along_axis(each, strategy, axis=2) for each in (num_bytes, *parts)]
         rows = np.stack([strategy, group[strategy], *chosen], axis=2)
@@ -275,7 +272,7 @@ class OptionTable:
         ]
 
 
-def _joined(buffers: IntArray, first: set[int], inner: set[int], *, repeats: bool) -> dict[str, IntArray]:
+def _joined(buffers: IntArray, first: set[int], inner: set[int]) -> dict[str, IntArray]:
     """Return the buffer fields of `StageCosts` for all buffers that runs reach.
 
     ``first`` and ``inner`` are the places of the buffers of first and of other layers.
@@ -297,10 +294,7 @@ def _joined(buffers: IntArray, first: set[int], inner: set[int], *, repeats: boo
     found, joined = np.array(values), np.zeros((len(values), len(buffers)), dtype=np.int64)
     for pair, place in pairs.items():
         joined[pair] = place
-    more = found - found[:, None]
-    growth = np.maximum(more[..., 1:], 0).sum(axis=2) + (0 if repeats else np.maximum(-more[..., 2], 0))
-    is_other = (more[..., 0] < 0) | ((found[:, None, 2] == 0) & (found[:, 2] > 0))
-    return {"buffers": found, "joined": joined, "growth": np.where(is_other, -1, growth)}
+    return {"buffers": found, "joined": joined}
 
 
 def option_table(tables: CostTables) -> OptionTable:
@@ -585,7 +579,7 @@ def _weights(costs: StageCosts, num_layers: int) -> FloatArray:
 _Room = tuple[IntArray, FloatArray]
 """[8, N] and [2, N] for `kernels.candidates` to fill in."""
 
-_Work = tuple[FloatArray, FloatArray, IntArray, IntArray, IntArray]
+_Work = tuple[FloatArray, FloatArray, IntArray, IntArray]
 """Work space of `kernels.sweep`."""
 
 _NOTHING = np.zeros((0, 0), dtype=np.int64)
@@ -594,9 +588,8 @@ _NOTHING = np.zeros((0, 0), dtype=np.int64)
 def _work_of(costs: StageCosts, num_levels: int) -> _Work:
     classes, sizes = costs.num_groups + 1, len(costs.buffers)
     shape = classes * sizes, classes, num_levels
-    numbers = (2, *shape), (shape[0], classes + 1), (classes, sizes + 1)
-    known, seen, places = (np.empty(each, dtype=np.int64) for each in numbers)
-    return np.empty(shape), np.empty(shape), known, seen, places
+    known, seen = (np.empty(each, dtype=np.int64) for each in ((2, *shape), (shape[0], classes + 1)))
+    return np.empty(shape), np.empty(shape), known, seen
 
 
 def _extend(
@@ -628,7 +621,6 @@ def _extend(
         received,
         costs.buffers,
         costs.joined,
-        costs.growth,
         costs.repeats,
         position + 1 == len(guide.rest_bytes),
         guide.lower,
@@ -654,7 +646,7 @@ def _extend(
             tied[:] = tied[np.lexsort((places[3, tied], values[0, tied]))]
 
     def unbeaten(order: IntArray, slack_s: float) -> IntArray:
-        return order[: kernels.sweep(order, places, values[0], costs.growth, detour, slack_s, *work)]
+        return order[: kernels.sweep(order, places, values[0], len(costs.buffers), detour, slack_s, *work)]
 
     kept, slack_s, least_s = unbeaten(order, 0.0), 0.0, np.inf
     if len(kept) > most:
