@@ -24,7 +24,7 @@ Source: weak Lagrangian duality.
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,9 +117,6 @@ def least_step_s(
     """
     more, layers = num_passes - 1, np.array(counts)
     handed = np.asarray(handed_s, dtype=np.float64)
-    alike = np.ones(len(stages))
-    if rooms is None:
-        stages, alike, handed = _alike(stages, handed)
     whole = np.stack([stage.whole_s for stage in stages])
     places = np.zeros(len(stages), dtype=np.int64)
     paid = np.zeros_like(whole)
@@ -135,7 +132,7 @@ def least_step_s(
     priced = np.stack([stage.priced_s[free, place] for stage, place in zip(stages, places, strict=True)])
 
     def dual_s(passes: float) -> float:
-        weights = 1 + passes * _shares(whole[own], alike, passes)
+        weights = 1 + passes * _shares(whole[own], passes)
         layers_s = (weights[:, None] * priced).min(axis=0) @ layers[free]
         return float(weights @ (handed + fixed[own] - paid[own]) + layers_s)
 
@@ -156,15 +153,20 @@ def _whole_layers_s(block_s: FloatArray, room_s: FloatArray, count: int) -> floa
         most = np.floor((limit_s + room_s) / block_s * (1 + TIES)).min(axis=1)
         return float(np.maximum(most, 0).sum())
 
-    low, high = 0.0, float(block_s[:, 0].min())
+    return _around(float(block_s[:, 0].min()), lambda limit_s: held(limit_s) >= count)[0]
+
+
+def _around(high: float, is_enough: Callable[[float], bool]) -> tuple[float, float]:
+    """Return two times around the minimum that is enough, found from ``high`` by doubling and bisection."""
+    low = 0.0
     for _ in range(BISECTIONS):
-        if held(high) >= count:
+        if is_enough(high):
             break
         low, high = high, 2 * high
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if held(middle) < count else (low, middle)
-    return low
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return low, high
 
 
 def _best_prices(whole_s: FloatArray, paid_s: FloatArray) -> NDArray[np.int64]:
@@ -174,41 +176,25 @@ def _best_prices(whole_s: FloatArray, paid_s: FloatArray) -> NDArray[np.int64]:
         """Return [P, A] the maximum fraction of all layers that a stage holds in this time, by price."""
         return np.asarray((limit_s + paid_s) / whole_s)
 
-    low, high = 0.0, float(whole_s[:, 0].min())
-    if not np.isfinite(high):
+    shortest_s = float(whole_s[:, 0].min())
+    if not np.isfinite(shortest_s):
         return np.zeros(len(whole_s), dtype=np.int64)
-    for _ in range(BISECTIONS):
-        if held(high).min(axis=1).sum() >= 1:
-            break
-        high *= 2
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if held(middle).min(axis=1).sum() < 1 else (low, middle)
-    return np.asarray(held(high).argmin(axis=1))
+    _, enough_s = _around(shortest_s, lambda limit_s: bool(held(limit_s).min(axis=1).sum() >= 1))
+    return np.asarray(held(enough_s).argmin(axis=1))
 
 
-def _alike(
-    stages: Sequence[PricedLayers], handed_s: FloatArray
-) -> tuple[Sequence[PricedLayers], FloatArray, FloatArray]:
-    """Return the distinct stages, the number of each, and the total transfer time of each."""
-    places: dict[PricedLayers, int] = {}
-    of_stages = [places.setdefault(stage, len(places)) for stage in stages]
-    counts, handed = np.bincount(of_stages), np.bincount(of_stages, weights=handed_s)
-    return list(places), counts.astype(np.float64), handed.astype(np.float64)
-
-
-def _shares(whole_s: FloatArray, alike: FloatArray, more: float) -> FloatArray:
-    """Return [P] the weights of the stages, ``alike`` [P] of each; 0 for stages that are too slow for a layer."""
+def _shares(whole_s: FloatArray, more: float) -> FloatArray:
+    """Return [P] the weights of the stages; 0 for stages that are too slow for a layer."""
     taking = np.isfinite(whole_s)
     speeds = 1 / np.maximum(whole_s, 1e-300)
     while more and taking.any():
-        level = (more + alike[taking].sum()) / (alike * speeds)[taking].sum()
+        level = (more + taking.sum()) / speeds[taking].sum()
         slow = taking & (whole_s > level)
         if not slow.any():
             shares = np.where(taking, np.maximum(level * speeds - 1, 0.0), 0.0)
-            return np.asarray(shares / (alike @ shares))
+            return np.asarray(shares / shares.sum())
         taking &= ~slow
-    return np.full(len(whole_s), 1 / alike.sum())
+    return np.full(len(whole_s), 1 / len(whole_s))
 
 
 class HeldRuns:
