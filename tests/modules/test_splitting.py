@@ -172,6 +172,15 @@ def test_a_first_block_that_is_never_left_out_is_of_the_layer_type_of_others() -
     assert split.layers == (0, 1, 1, 1, 1, 2)
 
 
+def test_a_tensor_that_transformers_caches_by_size_is_not_one_without_values() -> None:
+    config = FAMILY_CONFIGS["vit"] | {"model_type": "beit", "vocab_size": 64, "use_relative_position_bias": True}
+    config |= {"use_mean_pooling": True, "architectures": ["BeitForImageClassification"]}
+    chain = chain_from_config(config, name="test")
+    trace(chain, seq_len=17, precision="bf16", degrees=(1,))
+    for layers in (2, 3):
+        assert len(split_model("beit", config | {"num_hidden_layers": layers}).layers) == layers + 2
+
+
 @pytest.mark.parametrize("model_type", ["donut-swin", "swinv2"])
 def test_types_of_swin_split_likewise(model_type: str) -> None:
     config = FAMILY_CONFIGS["swin"] | {"model_type": model_type}

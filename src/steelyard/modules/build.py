@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, activations
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, activations, pytorch_utils
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES, remap_legacy_layer_types
 
 from steelyard.errors import InvalidModelError, nearest
@@ -34,6 +34,18 @@ from steelyard.modules.prepared import prepare
 
 _SEED_STRIDE = 1_000_003
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _keeps_no_tensors() -> bool:
+    """Return whether transformers must not cache tensors that depend on sizes alone (BEiT's indices).
+
+    A tensor that is made within a mode may have no values, and a later pass would compute with it.
+    """
+    return _is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+
+
+_is_compiling = pytorch_utils.is_torchdynamo_compiling
+pytorch_utils.is_torchdynamo_compiling = _keeps_no_tensors
 
 
 def hub_config(chain: ModelChain) -> PreTrainedConfig:
