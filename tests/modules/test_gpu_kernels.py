@@ -82,7 +82,7 @@ def test_work_that_grows_with_the_square_of_a_sequence_is_counted_whole(monkeypa
         return one @ other.transpose(1, 2)
 
     with FakeTensorMode(), OpCounter() as counter:
-        found = gpu_kernels._one_operation(scores)(*(torch.empty(1, 80, 8) for _ in range(2)))
+        found = gpu_kernels._one_operation(scores)(*(torch.empty(1, 80, 8) for _ in range(2)))()
     assert found.shape == (1, 80, 80)
     assert counter.counts.matmul_flop == 2 * 80 * 80 * 8
 
@@ -131,6 +131,8 @@ DROPPING = {**FAMILY_CONFIGS["gpt2"], "n_positions": 64, "attn_pdrop": 0.1, "res
         (DROPPING, "fsdp2"),
         (DROPPING, "fsdp2 remat=selective"),
         (DROPPING, "tp2+sp"),
+        (FAMILY_CONFIGS["t5"], "fsdp2"),
+        (FAMILY_CONFIGS["t5"], "tp2"),
     ],
 )
 def test_predicted_bytes_are_those_of_a_dry_run_on_gpus(config: dict[str, object], strategy: str) -> None:
@@ -167,6 +169,19 @@ def test_attention_moves_and_saves_no_more_with_dropout() -> None:
     assert dropping[1].attention_flop > 0
 
 
+def test_attention_with_a_trained_bias_is_one_kernel_that_saves_no_scores() -> None:
+    def biased(each: Tensor) -> Tensor:
+        bias = torch.empty(1, 2, 64, 64, dtype=each.dtype, requires_grad=True)
+        return functional.scaled_dot_product_attention(each, each, each, bias)
+
+    saved, forward, backward = _passes(biased)
+    plain = _passes(lambda each: functional.scaled_dot_product_attention(each, each, each))
+    assert (forward.num_kernels, forward.fp32_flop) == (1, 0)
+    assert (forward.attention_flop, backward.attention_flop) == (plain[1].attention_flop, plain[2].attention_flop)
+    assert {dtype for dtype, entries in saved if entries == 2 * 64 * 64} == {torch.bfloat16}  # the bias alone
+    assert backward.matmul_bytes - plain[2].matmul_bytes >= 2 * 2 * 64 * 64 * 2  # the bias and its gradient
+
+
 def test_dropout_is_one_kernel_that_saves_a_byte_per_entry() -> None:
     saved, forward, backward = _passes(lambda each: functional.dropout(each, 0.5))
     assert saved == [(torch.bool, 1024)]
@@ -198,13 +213,25 @@ def test_the_packages_of_kernels_are_named_in_traces_for_gpus_and_in_warnings() 
     assert [any("causal_conv1d, flash-linear-attention" in line for line in lines) for lines in said] == [True, False]
 
 
-@pytest.mark.parametrize(("config", "traces"), [(FAMILY_CONFIGS["llama"], 1), (DROPPING, 2)])
+BIASED = {**FAMILY_CONFIGS["t5"], "dropout_rate": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "compiled", "traces"),
+    [
+        (FAMILY_CONFIGS["llama"], "off", 1),
+        (DROPPING, "off", 2),
+        (BIASED, "off", 2),
+        (DROPPING, "blocks", 2),
+    ],
+)
 def test_one_trace_serves_cpus_and_gpus_if_no_layer_has_such_kernels(
-    config: dict[str, object], traces: int, tmp_path: Path
+    config: dict[str, object], compiled: str, traces: int, tmp_path: Path
 ) -> None:
     sizes: dict[str, Any] = {"seq_len": 32, "precision": "bf16", "degrees": (1,), "folder": tmp_path}
+    chain = Levers.of({"compile": compiled}).change(chain_from_config(config, name="test"))
     for on_gpus in (False, True):
-        cached_trace(chain_from_config(config, name="test"), **sizes, gpu_kernels=on_gpus)
+        cached_trace(chain, **sizes, gpu_kernels=on_gpus)
     assert len([*tmp_path.iterdir()]) == traces
 
 

@@ -4,6 +4,8 @@ Fake tensors are on the CPU, where torch takes some functions apart that are one
 
 - attention that drops entries at random, which on CPUs saves all scores; on GPUs it keeps the state of a random
   generator and no mask, so that it holds and moves as much as attention without dropout;
+- attention with a trained bias (T5, Swin, BEiT), which on CPUs runs step by step in fp32 and saves all scores; on GPUs
+  the memory-efficient kernel reads the bias and writes its gradient, one entry per score, which torch then sums;
 - dropout, whose mask on CPUs has the dtype of its input, and is of one byte per entry on GPUs;
 - `torch.nn.functional.rms_norm`, which is one operation as below.
 
@@ -27,7 +29,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -40,65 +42,74 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.integrations import hub_kernels
 
-from steelyard.modules.layers import has_dropout
-
 BACKWARD_FACTOR = 2.5
 """Work of a backward pass relative to forward: the gradients of both factors of each product, and half of the forward
 pass again, from the matrix of each chunk that is kept (flash-linear-attention, gated_delta_rule/chunk.py)."""
 
 
 @contextmanager
-def as_kernels() -> Iterator[None]:
+def as_kernels(*, run: bool = True) -> Iterator[set[str]]:
     """Run functions as one kernel each, as on GPUs, in this context: those of torch named above, and those of loaded
-    models of transformers that have kernels.
+    models of transformers that have kernels. Yield the names of those called outside compiled blocks so far.
 
     The latter, and ``rms_norm``, then run on fake tensors only. Functions that a compiled block or tensors of several
-    ranks enter stay as they are.
+    ranks enter stay as they are. Without ``run`` all run as on CPUs.
     """
-    functions = {
-        "scaled_dot_product_attention": _without_dropout(functional.scaled_dot_product_attention),
-        "dropout": _one_kernel_dropout(functional.dropout),
-        "rms_norm": _one_operation(functional.rms_norm),
-    }
+    found: set[str] = set()
+
+    def chosen(module: Any, name: str, own: Any, kernel: Callable[..., Callable[[], Any] | None]) -> Any:
+        @wraps(own)
+        def either(*places: Any, **names: Any) -> Any:
+            call = kernel(*places, **names)
+            if call is None:
+                return own(*places, **names)
+            if not torch.compiler.is_compiling():
+                found.add(name)
+            return call() if run else own(*places, **names)
+
+        return mock.patch.object(module, name, either)
+
     with ExitStack() as stack:
-        for name, function in functions.items():
-            stack.enter_context(mock.patch.object(functional, name, function))
+        for own, kernel in (
+            (functional.scaled_dot_product_attention, _attention),
+            (functional.dropout, _dropout),
+            (functional.rms_norm, _one_operation(functional.rms_norm)),
+        ):
+            stack.enter_context(chosen(functional, own.__name__, own, kernel))
         for module in [each for name, each in sys.modules.items() if name.startswith("transformers.models.")]:
             for name, reference in _references(module):
-                stack.enter_context(mock.patch.object(module, name, _one_operation(reference)))
-        yield
+                own = reference if run else getattr(module, name)
+                stack.enter_context(chosen(module, name, own, _one_operation(reference)))
+        yield found
 
 
-def differs_on_gpus(model: nn.Module) -> bool:
-    """Return whether a model of transformers runs other kernels on GPUs."""
-    norms = any(isinstance(each, nn.RMSNorm) for each in model.modules())
-    return norms or has_dropout(model) or bool(packages_of(model))
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **names: Any,
+) -> Callable[[], Tensor] | None:
+    """Return a call as GPUs run it, or None if CPUs run it likewise."""
+    if attn_mask is not None and attn_mask.requires_grad and not isinstance(query, DTensor):
+        bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        return lambda: kernel(query, key, value, bias, True, 0.0, is_causal, scale=names.get("scale"))[0]
+    if dropout_p > 0:
+        attention = functional.scaled_dot_product_attention
+        return partial(attention, query, key, value, attn_mask, 0.0, is_causal, **names)
+    return None
 
 
-def _one_kernel_dropout(dropout: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(dropout)
-    def run(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
-        if training and 0 < p < 1 and not inplace:
-            return torch.native_dropout(input, p, training)[0]
-        return dropout(input, p, training, inplace)
-
-    return run
-
-
-def _without_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(attention)
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **names: Any,
-    ) -> Tensor:
-        return attention(query, key, value, attn_mask, 0.0, is_causal, **names)
-
-    return run
+def _dropout(
+    input: Tensor,  # noqa: A002
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Callable[[], Tensor] | None:
+    return (lambda: torch.native_dropout(input, p, training)[0]) if training and 0 < p < 1 and not inplace else None
 
 
 def as_reference() -> AbstractContextManager[Any]:
@@ -128,22 +139,26 @@ def _file_of(function: Any) -> str:
     return function.__code__.co_filename if hasattr(function, "__code__") else ""
 
 
-def _one_operation(reference: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(reference)
-    def run(*places: Any, **names: Any) -> Any:
-        leaves, spec = tree_flatten((places, names))
-        if torch.compiler.is_compiling() or any(isinstance(each, DTensor) for each in leaves):
-            return reference(*places, **names)
-        call = _Call(reference, spec, tuple(None if isinstance(each, Tensor) else (each,) for each in leaves))
-        if call not in _numbers:
-            _numbers[call] = len(_calls)
-            _calls.append(call)
-        tensors = [each for each in leaves if isinstance(each, Tensor)]
-        *results, _scratch = torch.ops.steelyard.kernel(tensors, _numbers[call])
-        found, form = iter(results), _work[call, _shapes(tensors)]
-        return tree_unflatten([next(found) if is_tensor else None for is_tensor in form.are_tensors], form.spec)
+def _one_operation(reference: Callable[..., Any]) -> Callable[..., Callable[[], Any] | None]:
+    """Return the function that returns a call as one operation, or None if the call stays as it is."""
 
-    return run
+    def chosen(*places: Any, **names: Any) -> Callable[[], Any] | None:
+        leaves, spec = tree_flatten((places, names))
+        is_whole = not torch.compiler.is_compiling() and not any(isinstance(each, DTensor) for each in leaves)
+        return partial(_run_as_one, reference, leaves, spec) if is_whole else None
+
+    return chosen
+
+
+def _run_as_one(reference: Callable[..., Any], leaves: list[Any], spec: TreeSpec) -> Any:
+    call = _Call(reference, spec, tuple(None if isinstance(each, Tensor) else (each,) for each in leaves))
+    if call not in _numbers:
+        _numbers[call] = len(_calls)
+        _calls.append(call)
+    tensors = [each for each in leaves if isinstance(each, Tensor)]
+    *results, _scratch = torch.ops.steelyard.kernel(tensors, _numbers[call])
+    found, form = iter(results), _work[call, _shapes(tensors)]
+    return tree_unflatten([next(found) if is_tensor else None for is_tensor in form.are_tensors], form.spec)
 
 
 class KernelWork(NamedTuple):

@@ -38,7 +38,7 @@ from steelyard.plan.stages import legal_shapes
 from steelyard.precision import LayerPrecision
 from steelyard.profiles.profile import LayerProfile, Profile, ProfileIdentity
 
-TRACER_VERSION = 12
+TRACER_VERSION = 13
 """Version of the counts; bump when the tracer counts differently."""
 ATTENTION = "sdpa"
 """Attention implementation of transformers that is traced."""
@@ -174,7 +174,7 @@ def cached_trace(
     ``folder`` defaults to ``$XDG_CACHE_HOME/steelyard/traces`` (``~/.cache`` where unset). A folder that cannot be
     written, or a file in it that cannot be read, only costs time. ``own`` is a user's own module, if the chain is of
     one (`steelyard.modules.own_pieces.OwnModel`). ``with_products`` asks for shapes of matrix products, which the
-    package leaves out; ``fp32_adapters`` and ``gpu_kernels`` are as in `steelyard.tracer.layer.TracedLayer`.
+    package leaves out; ``fp32_adapters`` and ``gpu_kernels`` are as in `steelyard.tracer.trace.trace`.
 
     Raises `NotInstalledError` if the model has to be traced and torch is not installed, and `InvalidModelError` if
     tracing fails on a split from a plan file.

@@ -311,14 +311,15 @@ _PRODUCT_OPERANDS = {aten.mm: 0, aten.addmm: 1, aten.bmm: 0, aten.baddbmm: 1, at
 
 def _seen_attention(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenAttention:
     backward = "backward" in packet.__name__
-    query, key, value = args[1:4] if backward else args[:3]
+    query, key, value, *others = args[1:] if backward else args
+    mask = others[0] if "efficient" in packet.__name__ else kwargs.get("attn_mask")
     return SeenAttention(
         rows=query.shape[0] * query.shape[1],
         head_dim=(query.shape[-1] + value.shape[-1]) / 2,
         queries=query.shape[2],
         keys=key.shape[2],
         is_causal=_is_causal(packet, args, kwargs),
-        masked=isinstance(kwargs.get("attn_mask"), Tensor) or isinstance(kwargs.get("attn_bias"), Tensor),
+        masked=mask is not None,
         backward=backward,
     )
 

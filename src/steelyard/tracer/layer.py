@@ -24,7 +24,6 @@ from steelyard.model.own import OwnSplit
 from steelyard.modules.dimensions import divide_layer, exchange_alone
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.freezing import rests_in
-from steelyard.modules.gpu_kernels import as_kernels
 from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, build_layer, shared_inputs_of, tensors_of
 from steelyard.modules.levers import change_layer
 from steelyard.modules.levers.train import added_that_read, cast_added
@@ -89,8 +88,6 @@ class TracedLayer:
     over ranks; None if they are whole."""
     fp32_adapters: bool = False
     """Whether weights of adapters are in fp32 at any precision, so that adapters also compute in it."""
-    gpu_kernels: bool = False
-    """Whether the kernels of `steelyard.modules.gpu_kernels` run in place of their reference code."""
     seen: Operations = field(default_factory=Operations, repr=False, compare=False)
     """Operations that need not run again; share one between traced layers."""
 
@@ -118,8 +115,6 @@ def fake_layer(traced: TracedLayer) -> Iterator[ChainLayer]:
     layer = copy.deepcopy(build_layer(traced.model, traced.chain, traced.layer, Remat.NONE))
     with FakeTensorMode(allow_non_fake_inputs=False), ExitStack() as stack:
         make_fake(layer, traced.dtype)
-        if traced.gpu_kernels:
-            stack.enter_context(as_kernels())
         if traced.fp32_adapters:
             cast_added(layer, traced.chain)
         divide_layer(layer, traced.chain, traced.strategy, traced.mesh)

@@ -23,7 +23,7 @@ from steelyard.errors import InvalidModelError, UserError
 from steelyard.model.chain import LayerType, ModelChain
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.modules.build import build_meta_model, prepare_model
-from steelyard.modules.gpu_kernels import differs_on_gpus, packages_of
+from steelyard.modules.gpu_kernels import as_kernels, packages_of
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.stages import legal_shapes
 from steelyard.plan.strategy import Remat
@@ -92,8 +92,9 @@ def trace(
 ) -> Profile:
     """Return the traced profile of a model in every shape that parallelism dimensions give its layers at these degrees.
 
-    ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` and ``gpu_kernels`` are as in
-    `TracedLayer`. A degree that does not divide a layer type's sizes is left out for that layer type.
+    ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` is as in `TracedLayer`; with
+    ``gpu_kernels`` the kernels of `steelyard.modules.gpu_kernels` run in place of those of CPUs. A degree that does not
+    divide a layer type's sizes is left out for that layer type.
 
     Raises `UserError` for compiled blocks whose kernels are those of packages, which a block of one function excludes.
     """
@@ -101,7 +102,8 @@ def trace(
     prepare_model(model, chain)
     module = model.module if isinstance(model, OwnModel) else model
     packages = packages_of(module)
-    if packages and gpu_kernels and any(change.name == "compile" for change in chain.changes):
+    is_compiled = any(change.name == "compile" for change in chain.changes)
+    if packages and gpu_kernels and is_compiled:
         raise UserError(
             field="--compile",
             found=f"blocks of {chain.name}, which call kernels of {', '.join(packages)}",
@@ -110,7 +112,7 @@ def trace(
         )
     layers: list[LayerProfile] = []
     seen = Operations()
-    with _collector_paused():
+    with _collector_paused(), as_kernels(run=gpu_kernels) as differing:
         for degree in sorted({1, *degrees}):
             with fake_world(degree) as mesh:
                 for number, layer_type in enumerate(chain.layer_types):
@@ -126,7 +128,6 @@ def trace(
                                 strategy=strategy,
                                 model=model,
                                 fp32_adapters=fp32_adapters,
-                                gpu_kernels=gpu_kernels,
                                 seen=seen,
                             ),
                             layer_type,
@@ -145,7 +146,7 @@ def trace(
             num_devices=1,
             torch=torch.__version__,
             transformers=transformers.__version__,
-            packages=(packages if gpu_kernels else ()) if own is not None or differs_on_gpus(module) else None,
+            packages=(packages if gpu_kernels else ()) if differing or is_compiled else None,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         ),
         layers=tuple(layers),
