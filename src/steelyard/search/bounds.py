@@ -348,19 +348,8 @@ class StageBounds:
 
     def farthest(self, start: int, limit_s: float) -> int:
         """Return the largest end whose bound from ``start`` is within the limit; ``start`` if no layer is."""
-        return int(
-            kernels.farthest(
-                self.prefix_s,
-                self.ended_s,
-                self.missing,
-                self.prices,
-                self.lower,
-                self.room_bytes,
-                start,
-                self.transfer_s,
-                limit_s,
-            )
-        )
+        ends = range(start + 1, self.prefix_s.shape[2])
+        return start + bisect_right(ends, limit_s, key=lambda end: float(self.matrix((start, 1), (end, 1))[0, 0]))
 
     def smallest_start(self, end: int, limit_s: float) -> int:
         """Return the smallest start whose bound to ``end`` is within the limit; ``end`` if no layer is."""

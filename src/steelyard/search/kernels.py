@@ -504,39 +504,3 @@ def run_bounds(
                     least = max(least, paid)
                 bound = min(bound, least)
             found[row, column] = bound
-
-
-@compiled("i8(f8[:,:,::1], f8[:,:,::1], i8[:,::1], f8[::1], i8[::1], i8, i8, f8, f8)")
-def farthest(
-    prefix: FloatArray,
-    ended: FloatArray,
-    missing: IntArray,
-    prices: FloatArray,
-    lower: IntArray,
-    room: int,
-    start: int,
-    transfer_s: float,
-    limit_s: float,
-) -> int:
-    """Return the largest end whose `run_bounds` from ``start``, with the transfer, are within the limit (bisection)."""
-    low, high = start, missing.shape[1] - 1
-    while low < high:
-        end = (low + high + 1) // 2
-        within = False
-        for level in range(len(lower)):
-            if missing[level, end - 1] > missing[level, start]:
-                continue
-            within = 0.0 + transfer_s <= limit_s
-            for which in range(len(prices)):
-                paid = ended[level, which, end] - prefix[level, which, start]
-                paid -= prices[which] * (room - lower[level])
-                if paid + transfer_s > limit_s:
-                    within = False
-                    break
-            if within:
-                break
-        if within:
-            low = end
-        else:
-            high = end - 1
-    return low
