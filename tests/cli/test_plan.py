@@ -414,7 +414,7 @@ def test_a_plan_has_the_size_of_the_images_and_is_priced_again(
     config["vision_config"] = {key: each for key, each in config["vision_config"].items() if key != "image_size"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     path = tmp_path / "plan.json"
-    job = ("--cluster", "1x2xa100-80gb", "--seq-len", 16, "--global-batch", 4)
+    job = ("--cluster", "1x1xa100-80gb", "--seq-len", 16, "--global-batch", 4)
     result = run("plan", tmp_path, *job, "--image-size", size, "-o", path)
     assert result.exit_code == 0, result.output
     assert f"({patches} patches); 16 tokens" in " ".join(result.output.split())
@@ -475,7 +475,8 @@ def test_bf16_on_a_v100_says_which_precision_plans_for_the_engine(run: Run, engi
 
 @pytest.mark.parametrize(("float8", "is_exported"), [("tensorwise", False), ("rowwise", True)])
 def test_a_plan_that_its_engine_cannot_read_says_so(run: Run, tmp_path: Path, float8: str, is_exported: bool) -> None:
-    asked = ("llama3-8b", "--cluster", "1x8xh100-80gb", *JOB[2:], "--engine", "torchtitan", "--float8", float8)
+    job = ("llama3.2-1b", "--cluster", "1x1xh100-80gb", *JOB[2:])
+    asked = (*job, "--engine", "torchtitan", "--float8", float8)
     result = run("plan", *asked, "-o", tmp_path / "plan.json")
     assert ("export is not possible: torchtitan for a plan" in result.output) != is_exported
     assert ("--to torchtitan" in result.stdout) == is_exported

@@ -55,7 +55,7 @@ def test_a_plan_is_written_if_a_lever_changes_the_engine_and_not_if_it_lacks_the
     run: Run, tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.json"
-    job = ("llama3-8b", "--cluster", "1x8xh100-80gb", "--seq-len", 4096, "--global-batch", 32)
+    job = ("llama3.2-1b", "--cluster", "1x1xh100-80gb", "--seq-len", 2048, "--global-batch", 16)
     priced = run("price", *job, "--engine", "torchtitan", "--float8", "rowwise", "--remat", "full", "-o", path)
     assert priced.exit_code == 0, priced.output
     assert read_plan(path).engine == "torchtitan"

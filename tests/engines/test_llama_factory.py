@@ -22,7 +22,7 @@ from tests.engines.known import known_names
 from tests.modules.split_configs import split_config
 
 LORA = "lora:r=8,alpha=16,targets=q_proj+v_proj,dropout=0"
-ONE, EIGHT = "1x1xrtx-4090", "1x8xh100-80gb"
+ONE, TWO = "1x1xrtx-4090", "1x2xh100-80gb"
 EXAMPLE = """\
 ### model
 model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
@@ -92,9 +92,9 @@ def test_shards_are_accelerates_and_recomputation_is_the_trainers() -> None:
     ("levers", "cluster", "settings"),
     [
         ({"train": LORA, "base": "nf4", "optimizer": "adamw-8bit"}, ONE, Settings(zero=0, remat=Remat.FULL)),
-        ({"train": "lora:r=16,rslora"}, EIGHT, Settings(zero=0, micro_batch=2)),
-        ({}, EIGHT, Settings(zero=0, micro_batch=2, remat=Remat.FULL)),
-        ({"weights": "bf16"}, EIGHT, Settings(zero=0, micro_batch=2, remat=Remat.FULL)),
+        ({"train": "lora:r=16,rslora"}, TWO, Settings(zero=0, micro_batch=2)),
+        ({}, TWO, Settings(zero=0, micro_batch=2, remat=Remat.FULL)),
+        ({"weights": "bf16"}, TWO, Settings(zero=0, micro_batch=2, remat=Remat.FULL)),
     ],
 )
 def test_what_is_written_is_read_again(

@@ -21,6 +21,8 @@ from steelyard.planning.settings import Settings, plan_of_file, price_settings
 from steelyard.precision import Precision
 
 CLUSTER, BLACKWELL = "1x8xh100-80gb", "1x8xb200-180gb"
+FEW_TRACED = "2x2xh100-80gb"
+"""For levers without packaged traces: layers are traced for each divisor of a node's devices."""
 MODELS = {
     "torchtitan": "llama3.1-8b",
     "torchtitan+deepep+balanced": "qwen3-30b-a3b",
@@ -151,12 +153,12 @@ def test_levers_of_a_file_are_read_again(
     engine: str, levers: dict[str, str], settings: Settings, file: str, tmp_path: Path
 ) -> None:
     asked = {"global_batch": 16, "seq_len": 4096, "levers": levers}
-    request = make_request("llama3-8b", CLUSTER, engine=engine, **asked)  # type: ignore[arg-type]
+    request = make_request("llama3-8b", FEW_TRACED, engine=engine, **asked)  # type: ignore[arg-type]
     plan, _ = price_settings(request, ENGINES[engine], "bf16", settings)
-    written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
+    written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(FEW_TRACED))
     path = tmp_path / file
     path.write_text(dict(export_plan(TARGETS[engine], written).files)[file])
-    again, notes = plan_of_file(path, "llama3-8b", CLUSTER, seq_len=4096)
+    again, notes = plan_of_file(path, "llama3-8b", FEW_TRACED, seq_len=4096)
     assert not any("offload" in note for note in notes)
     assert again.chosen_levers == plan.chosen_levers
     assert again.prediction == plan.prediction
@@ -506,7 +508,7 @@ def test_what_a_torchtitan_file_switches_on_is_priced_or_named(
     path = tmp_path / "mine.toml"
     given = "" if "checkpoint" in lines else "[activation_checkpoint]\nmode = 'none'\n"
     path.write_text(f"{given}[training]\nbatch_size = 1\nseq_len = 4096\n{lines}\n")
-    plan, notes = plan_of_file(path, "llama3.1-8b", CLUSTER)
+    plan, notes = plan_of_file(path, "llama3.1-8b", FEW_TRACED)
     assert plan.engine == engine
     assert plan.levers == levers
     assert unread in notes[0] if unread else not notes
@@ -655,14 +657,14 @@ def test_what_is_written_for_axolotl_is_read_again(
 
 def test_levers_that_a_file_cannot_say_are_given_with_it_or_named(tmp_path: Path) -> None:
     levers = {"train": "lora:r=16,alpha=32,targets=all-linear", "optimizer": "sgd"}
-    request = make_request("llama-demo", CLUSTER, global_batch=16, seq_len=256, levers=levers, engine="deepspeed")
+    request = make_request("llama-demo", FEW_TRACED, global_batch=16, seq_len=256, levers=levers, engine="deepspeed")
     plan, _ = price_settings(request, ENGINES["deepspeed"], "bf16", Settings(zero=2, sp=False))
-    written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
+    written = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(FEW_TRACED))
     path = tmp_path / "ds_config.json"
     path.write_text(dict(export_plan(TARGETS["deepspeed"], written).files)["ds_config.json"])
-    told, notes = plan_of_file(path, "llama-demo", CLUSTER, seq_len=256, levers=levers)
+    told, notes = plan_of_file(path, "llama-demo", FEW_TRACED, seq_len=256, levers=levers)
     assert (told.prediction, notes) == (plan.prediction, ())
-    _, notes = plan_of_file(path, "llama-demo", CLUSTER, seq_len=256, levers={"train": levers["train"]})
+    _, notes = plan_of_file(path, "llama-demo", FEW_TRACED, seq_len=256, levers={"train": levers["train"]})
     assert "Assumed, because ds_config.json cannot say it: --optimizer adamw." in notes
 
 
