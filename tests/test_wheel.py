@@ -1,18 +1,34 @@
-"""Test of the wheel as uploaded: built from sources, installed alone with dependencies, and planning."""
+"""Tests of the wheel as uploaded: built from sources, installed alone with dependencies, and planning.
+
+Its compiled search kernels give bitwise the results of those that numba compiles.
+"""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from importlib.metadata import distribution
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
+
+from steelyard.plan.decisions import Decisions
+from steelyard.planning.choose import plan_job
+from steelyard.search import kernels
+from tests.cost.examples import cluster, job
+from tests.planning.test_choose import tightening
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
+FEW_CALLS = 20
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]
 
 
@@ -85,3 +101,56 @@ def test_the_installed_wheel_plans_without_torch(python: Path, tmp_path: Path) -
     assert str(python.parents[1]) in run(python, "-c", "import steelyard; print(steelyard.__file__)", folder=tmp_path)
     run(steelyard, "export", "plan.json", "--to", "torchtitan", "-o", "titan", folder=tmp_path)
     run(steelyard, "schema", "plan", folder=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def library(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """Library of the kernels in the wheel."""
+    folder = tmp_path_factory.mktemp("library")
+    (name,) = (each for each in zipfile.ZipFile(wheel).namelist() if "/compiled_kernels" in each)
+    spec = spec_from_file_location("compiled_kernels", zipfile.ZipFile(wheel).extract(name, folder))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def calls() -> dict[str, list[tuple[Any, ...]]]:
+    """Return the arguments of the first calls of each kernel in a search, also with memory as the bottleneck."""
+    found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in kernels.SIGNATURES}
+
+    def recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if len(found[name]) < FEW_CALLS:
+                found[name].append(copied(arguments))
+            return kernel(*arguments)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in kernels.SIGNATURES:
+            patch.setattr(kernels, name, recorded(name, getattr(kernels, name)))
+        plan_job(job(), Decisions())
+        for batch, num_blocks in ((64, 8), (16, 6)):  # of the second the gap stays open until all plans are told apart
+            of = job(cluster(1, 8), global_batch=batch, num_hidden_layers=num_blocks)
+            plan_job(tightening(of, 10)[-1], Decisions())
+    return found
+
+
+def copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(each.copy() if isinstance(each, np.ndarray) else each for each in arguments)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to link them")
+@pytest.mark.parametrize("name", kernels.SIGNATURES)
+def test_a_kernel_of_the_wheel_gives_the_same_bits(
+    library: ModuleType, calls: dict[str, list[tuple[Any, ...]]], name: str
+) -> None:
+    assert calls[name]
+    for arguments in calls[name]:
+        mine, theirs = copied(arguments), copied(arguments)
+        assert getattr(library, name)(*mine) == getattr(kernels, name)(*theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
