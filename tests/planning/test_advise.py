@@ -131,7 +131,7 @@ def test_what_needs_no_other_trace_is_tried_after_the_time_is_up(monkeypatch: py
 
 
 def test_options_of_an_engine_are_advised_alone_and_in_pairs() -> None:
-    asked = _request("llama3-8b", "1x8xh100-80gb", seq_len=4096, global_batch=64, engine="megatron+bf16-moments")
+    asked = _request("llama3-8b", "1x4xh100-80gb", seq_len=4096, global_batch=16, engine="megatron+bf16-moments")
     own, found, left_out, _ = advise(asked, asked=False)
     options = [each.options for each in found]
     gradients, overlap = (f"--engine megatron+bf16-moments+{name}" for name in ("bf16-gradients", "tp-overlap"))
