@@ -140,7 +140,9 @@ def test_fewest_devices_is_the_smallest_count_of_all_that_holds_a_plan(run: Run,
         holding = [count for count in counts if plan_job(parts[count], Decisions()).plan is not None]
         fewest.append(min(holding, default=None))
         arguments = ("--cluster", "2x2xa100-80gb", "--seq-len", 512, "--global-batch", 4, "--memory", memory)
-        result = run("plan", "tinyllama-1.1b", *arguments, "--objective", "devices", "-o", tmp_path / "p.json")
+        result = run(
+            "plan", "tinyllama-1.1b", *arguments, "--objective", "devices", "-o", tmp_path / "p.json", "--json"
+        )
         if not holding:
             assert result.exit_code == 1
         else:
