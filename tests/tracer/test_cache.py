@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
+from steelyard.model.read import chain_from_config
 from steelyard.profiles.profile import Profile
 from steelyard.tracer import cache, trace
 from steelyard.tracer.cache import cached_trace
+from tests.runtime.models import FAMILY_CONFIGS
 from tests.tracer.examples import SEQ_LEN, llama
 
 _whole_trace = trace.trace
@@ -106,3 +109,13 @@ def test_a_folder_that_cannot_be_written_costs_only_a_warning(tmp_path: Path, ca
     blocked.write_text("")
     assert _trace(blocked / "below").layers
     assert "not cached" in caplog.text
+
+
+def test_layers_that_fail_in_16_bits_are_refused_and_leave_tracebacks_as_they_are(tmp_path: Path) -> None:
+    hook = sys.excepthook
+    chain = chain_from_config(FAMILY_CONFIGS["swin"] | {"model_type": "swinv2"}, name="test")
+    sizes: dict[str, Any] = {"seq_len": chain.max_seq_len, "degrees": (1, 2), "folder": tmp_path}
+    with pytest.raises(UserError, match="--precision: found bf16 for test, whose layers fail in it: expected scalar"):
+        cached_trace(chain, precision="bf16", **sizes)
+    assert cached_trace(chain, precision="fp32", **sizes).layers
+    assert sys.excepthook is hook

@@ -5,6 +5,7 @@ The ranks are threads of this process, each with its own process group.
 
 import copy
 import logging
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -292,11 +293,12 @@ def _threaded_groups() -> Iterator[None]:
     ProcessLocalGroup.reset()
     _install_threaded_pg()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
+    level, excepthook = logger.level, sys.excepthook
     logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
+        sys.excepthook = excepthook  # of torch, which puts the rank before every line of a traceback
         logger.setLevel(level)
         _uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)

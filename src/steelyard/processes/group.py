@@ -6,6 +6,7 @@ so that several processes on one machine do not compete for its cores.
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ def fake_group(rank: int, size: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # not needed by a run
 
     quiet_notices()
-    own = dist.distributed_c10d._world if dist.is_initialized() else None
+    own, excepthook = dist.distributed_c10d._world if dist.is_initialized() else None, sys.excepthook
     if own is not None:
         from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
@@ -80,6 +81,7 @@ def fake_group(rank: int, size: int) -> Iterator[None]:
         finally:
             dist.destroy_process_group()
     finally:
+        sys.excepthook = excepthook  # of torch, which puts this rank before every line of a traceback
         if own is not None:
             torch._C._distributed_c10d._set_thread_isolation_mode(False)
             dist.distributed_c10d._world = own

@@ -29,7 +29,7 @@ from math import lcm, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from steelyard.errors import InvalidProfileError
+from steelyard.errors import InvalidProfileError, UserError, first_line
 from steelyard.installed import TRAINING, installed_version, is_as_made, require_training
 from steelyard.model.chain import ModelChain
 from steelyard.modules.any_model import changed_split_refused, split_of
@@ -176,8 +176,8 @@ def cached_trace(
     one (`steelyard.modules.own_pieces.OwnModel`). ``with_products`` asks for shapes of matrix products, which the
     package leaves out; ``fp32_adapters`` and ``gpu_kernels`` are as in `steelyard.tracer.trace.trace`.
 
-    Raises `NotInstalledError` if the model has to be traced and torch is not installed, and `InvalidModelError` if
-    tracing fails on a split from a plan file.
+    Raises `NotInstalledError` if the model has to be traced and torch is not installed, `InvalidModelError` if tracing
+    fails on a split from a plan file, and `UserError` if layers fail in 16 bits.
     """
     if precision == "fp16":  # as wide as bf16, and only widths are counted
         same = cached_trace(
@@ -220,16 +220,26 @@ def cached_trace(
     require_training(f"{what} is neither packaged nor cached" + (f" (packaged: {there})" if there else ""))
     from steelyard.tracer.trace import trace
 
-    with changed_split_refused(chain.split, partial(split_of, chain.config)):
-        profile = trace(
-            chain,
-            seq_len=seq_len,
-            precision=precision,
-            degrees=degrees,
-            own=own,
-            fp32_adapters=fp32_adapters,
-            gpu_kernels=gpu_kernels,
-        )
+    try:
+        with changed_split_refused(chain.split, partial(split_of, chain.config)):
+            profile = trace(
+                chain,
+                seq_len=seq_len,
+                precision=precision,
+                degrees=degrees,
+                own=own,
+                fp32_adapters=fp32_adapters,
+                gpu_kernels=gpu_kernels,
+            )
+    except RuntimeError as error:
+        if precision == "fp32":
+            raise
+        raise UserError(
+            field="--precision",
+            found=f"{precision} for {chain.name}, whose layers fail in it: {first_line(error)[:160]}",
+            expected="layers that compute in the dtype of their parameters, whatever it is",
+            hint="try --precision fp32, or cast what the layers create themselves",
+        ) from error
     keep(of_any if profile.identity.packages is None else of_these, profile.model_dump_json())
     _say_kept(folder)
     return profile
