@@ -100,9 +100,9 @@ def test_failures_of_an_attempt_are_those_of_that_attempt(tmp_path: Path, monkey
     monkeypatch.setenv(FAILURES_VARIABLE, str(tmp_path))
     begin_attempt()
     write_failure(failure(1, 1.0), tmp_path)
+    assert read_failures(tmp_path) == [failure(1, 1.0)]
     monkeypatch.setenv(RESTART_VARIABLE, "1")
     begin_attempt()
-    assert read_failures(tmp_path, 0) == [failure(1, 1.0)]
     write_failure(failure(0, 2.0), tmp_path)
     assert read_failures(tmp_path) == [failure(0, 2.0)]
 

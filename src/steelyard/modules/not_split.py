@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from steelyard.errors import InvalidModelError, first_line
+from steelyard.model.split import ModelSplit
 
 HINT = "docs/how-to/your-own-model.md lists the requirements for a module"
 
@@ -47,13 +48,18 @@ def failed_pass(config: PreTrainedConfig, error: Exception) -> InvalidModelError
     return not_split(config, f"its forward pass fails on meta tensors{failed_at(error)} ({what})")
 
 
-def not_split(config: PreTrainedConfig, found: str) -> InvalidModelError:
+_SPLIT = (
+    "an embedding, one list of blocks and a head, with one hidden state between them; or an encoder and "
+    "a decoder with one list of blocks each, where decoder blocks read the encoder output"
+)
+
+
+def not_split(of: PreTrainedConfig | ModelSplit, found: str, expected: str = _SPLIT) -> InvalidModelError:
     """Build the error for a Transformers model that cannot be split because of ``found``."""
     return InvalidModelError(
         field="model_type",
-        found=f"{config.model_type}: {found}",
-        expected="an embedding, one list of blocks and a head, with one hidden state between them; or an encoder and "
-        "a decoder with one list of blocks each, where decoder blocks read the encoder output",
+        found=f"{of.model_type}: {found}",
+        expected=expected,
         hint="docs/how-to/adding-a-model.md explains how to describe a model that does not split automatically",
     )
 

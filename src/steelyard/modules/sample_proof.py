@@ -6,35 +6,54 @@ with packed sequences and their positions, others with padding and its mask.
 """
 
 import inspect
-from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from steelyard.errors import first_line
+from steelyard.errors import InvalidModelError, InvalidPlanError, first_line
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.modules.build import build_model, prepare_model
 from steelyard.modules.known_values import plain_token
-from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.model_inputs import PER_SAMPLE, decoder_inputs, forward_options
-from steelyard.modules.two_ranks import pieces_of
+from steelyard.modules.two_ranks import run_pieces
+from steelyard.plan.plan import Plan
+from steelyard.plan.shrink import shrunk_plan
 
 _TOLERANCE = 1e-4
 """Largest difference of a logit, relative to the largest one."""
 
 
-def wrong_per_sample(chain: ModelChain, seq_len: int) -> str:
-    """Return why a small model does not separate sequences, or real tokens from padding; empty if it does."""
+def check_per_sample(plan: Plan) -> None:
+    """Raise `UserError` unless samples under the plan may hold several sequences, or padding that is not seen.
+
+    A small model of the same structure is tried on the CPU, which takes about a second.
+    """
+    if any(each.token_degree > 1 for each in plan.strategies):
+        raise InvalidPlanError(
+            field="strategies",
+            found="cp, and samples with several sequences or masked padding",
+            expected="whole samples on each rank, because cp divides one causal sequence",
+            hint="plan without cp, or pack rows into one sequence (--packing wrapped)",
+        )
+    small = shrunk_plan(plan)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return _difference(chain, seq_len)
+            reason = _difference(small.chain(), small.seq_len)
     except Exception as error:  # many types
-        return f"it raises {type(error).__name__} ({first_line(error)[:120]})"
+        reason = f"it raises {type(error).__name__} ({first_line(error)[:120]})"
+    if reason:
+        raise InvalidModelError(
+            field="model_type",
+            found=f"{plan.chain().family.model_type}: {reason}",
+            expected="a model that masks attention between packed sequences, and to padding",
+            hint="use one sequence per sample, or pack rows into one sequence (--packing wrapped)",
+        )
 
 
 def _difference(chain: ModelChain, seq_len: int) -> str:
+    """Return why a small model does not separate sequences, or real tokens from padding; empty if it does."""
     mask_name, positions_name = PER_SAMPLE
     is_causal = chain.family.task is Task.CAUSAL_LM
     name = positions_name if is_causal else mask_name
@@ -53,12 +72,7 @@ def _difference(chain: ModelChain, seq_len: int) -> str:
         numbers = torch.cat([torch.arange(length) for length in of])
         sample[: len(numbers)] = numbers if is_causal else 1
     prepare_model(model, chain)
-    numbers = range(chain.num_layers)
-    layers, context = pieces_of(model, chain, numbers, ids, decoder_ids, model_kwargs={name: places})
-    flow: Flow = ids
-    for layer in layers:
-        flow = layer.within(flow, context, partial(layer.run_alone, layer))
-    logits = tensors_of(flow)[0]
+    logits = run_pieces(model, chain, range(chain.num_layers), ids, decoder_ids, model_kwargs={name: places})
     for found, wanted in zip(logits, expected, strict=True):
         error = float((found[: len(wanted)] - wanted).abs().max() / wanted.abs().max())
         if not error <= _TOLERANCE:

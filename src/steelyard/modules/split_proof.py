@@ -7,9 +7,8 @@ of each layer type is proved likewise (`steelyard.modules.two_ranks`), or the re
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from steelyard.modules.build import build_from_config, full_config, materialize_
 from steelyard.modules.gpu_kernels import as_reference
 from steelyard.modules.kept_splits import keep_split, kept_split
 from steelyard.modules.known_values import plain_token
-from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.model_inputs import (
     UnknownInputError,
     beside_features,
@@ -40,6 +38,7 @@ from steelyard.modules.model_inputs import (
     random_samples,
     read_by,
 )
+from steelyard.modules.not_split import not_split
 from steelyard.modules.split_tp import Styles, block_of, divided_sizes, end_suppositions
 from steelyard.modules.splitting import Found, find_split, text_of
 from steelyard.modules.two_ranks import (
@@ -48,12 +47,13 @@ from steelyard.modules.two_ranks import (
     gradients_of,
     loss_of,
     parameters_by_path,
-    pieces_of,
+    run_pieces,
     tried,
     undivided,
 )
 from steelyard.plan.shrink import config_of_blocks
 
+_EXACT = "pieces that give the logits and gradients of the whole model"
 IMAGE_NO_SP = "the places of an image are not divided"
 ENCODER_NO_SP = "two sequences flow along the decoder"
 LENGTH_NO_SP = "its states are of another length than the samples"
@@ -214,7 +214,7 @@ def _proved(found: Found, folder: Path | None, *, keeps_results: bool = False) -
             proved = _prove(small)
             keep_split(structure, proved, folder)
             return structure, proved
-        wrong = wrong or _not_exact(found.split, "at small width, where it is proved, it splits otherwise")
+        wrong = wrong or not_split(found.split, "at small width, where it is proved, it splits otherwise", _EXACT)
     assert wrong is not None, "there is a small model of every model"
     raise wrong
 
@@ -291,7 +291,7 @@ def _first_proof(found: Found) -> tuple[ThreadedProof, dict[str, bool]]:
         if proof is not None:
             return proof, options
         wrong = wrong or found_wrong
-    raise _not_exact(found.split, f"its pieces together differ from the whole model: {wrong}")
+    raise not_split(found.split, f"its pieces together differ from the whole model: {wrong}", _EXACT)
 
 
 def _parts(split: ModelSplit) -> tuple[object, ...]:
@@ -332,7 +332,7 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
             made = whole(**given, **forward_options(whole)).logits
             expected = _results(whole, _as_in_parts(whole, parts, split), made, labels)
             expected |= {path: expected[path].view_as(each) for path, each in trained.items() if path in expected}
-            pieces = _run_pieces(parts, chain, ids, decoder_ids, range(chain.num_layers))
+            pieces = run_pieces(parts, chain, range(chain.num_layers), ids, decoder_ids)
             logits = pieces.view_as(expected["logits"])
             wrong = difference(expected, _results(parts, trained, logits, labels), chain, TOLERANCE)
         except Exception as error:
@@ -341,7 +341,7 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
             return None, wrong
     few = chain.first_of_each_type(2)
     few = few if _is_chain(chain, few) else list(range(chain.num_layers))
-    short = _results(parts, trained, _run_pieces(parts, chain, ids, decoder_ids, few), labels)
+    short = _results(parts, trained, run_pieces(parts, chain, few, ids, decoder_ids), labels)
     parts.zero_grad()
     for path in split.lists:
         blocks = parts.get_submodule(path)
@@ -378,17 +378,6 @@ def _is_chain(chain: ModelChain, layers: Sequence[int]) -> bool:
     return all(alike) and all({*past(after - 1)} <= {*past(before)} for before, after in pairwise(layers))
 
 
-def _run_pieces(
-    model: PreTrainedModel, chain: ModelChain, ids: Tensor, decoder_ids: Tensor | None, numbers: Iterable[int]
-) -> Tensor:
-    layers, context = pieces_of(model, chain, numbers, ids, decoder_ids)
-    flow: Flow = ids
-    for layer in layers:
-        flow = layer.within(flow, context, partial(layer.run_alone, layer))
-    (logits,) = tensors_of(flow)
-    return logits
-
-
 def _as_in_parts(whole: PreTrainedModel, parts: PreTrainedModel, split: ModelSplit) -> dict[str, nn.Parameter]:
     """Return the parameters of a whole model, each once, by their paths in its parts."""
     mine = dict(whole.named_parameters(remove_duplicate=False))
@@ -409,12 +398,3 @@ def _results(
     model.zero_grad()
     loss_of(logits, labels).backward()
     return {"logits": logits.detach(), **gradients_of(parameters.items())}
-
-
-def _not_exact(split: ModelSplit, found: str) -> InvalidModelError:
-    return InvalidModelError(
-        field="model_type",
-        found=f"{split.model_type}: {found}",
-        expected="pieces that give the logits and gradients of the whole model",
-        hint="docs/how-to/adding-a-model.md explains how to describe a model that does not split automatically",
-    )

@@ -221,6 +221,23 @@ def pieces_of(
     return layers, LayerContext(side=side, decoder_ids=decoder_ids, model_kwargs=model_kwargs)
 
 
+def run_pieces(
+    model: PreTrainedModel,
+    chain: ModelChain,
+    numbers: Iterable[int],
+    ids: Tensor,
+    decoder_ids: Tensor | None,
+    **given: Mapping[str, Tensor],
+) -> Tensor:
+    """Return the logits that some layers of a split model give together; arguments as of `pieces_of`."""
+    layers, context = pieces_of(model, chain, numbers, ids, decoder_ids, **given)
+    flow: Flow = ids
+    for layer in layers:
+        flow = layer.within(flow, context, partial(layer.run_alone, layer))
+    (logits,) = tensors_of(flow)
+    return logits
+
+
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean loss of the logits of all places."""
     return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())

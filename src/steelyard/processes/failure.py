@@ -102,12 +102,10 @@ def write_failure(failure: Failure, folder: Path) -> None:
     write_file(attempt / f"rank{failure.rank}.json", json.dumps(asdict(failure)), "failure")
 
 
-def read_failures(folder: Path, attempt: int | None = None) -> list[Failure]:
-    """Return the failures that ranks wrote in an attempt (default: the last one), earliest first."""
-    if attempt is None:
-        numbers = [int(path.name.removeprefix(_ATTEMPT)) for path in folder.glob(f"{_ATTEMPT}*")]
-        attempt = max(numbers, default=0)
-    found = [Failure(**json.loads(path.read_text())) for path in _attempt_folder(folder, attempt).glob("rank*.json")]
+def read_failures(folder: Path) -> list[Failure]:
+    """Return the failures that ranks wrote in the last attempt, earliest first."""
+    last = max((int(path.name.removeprefix(_ATTEMPT)) for path in folder.glob(f"{_ATTEMPT}*")), default=0)
+    found = [Failure(**json.loads(path.read_text())) for path in _attempt_folder(folder, last).glob("rank*.json")]
     return sorted(found, key=lambda failure: failure.time_s)
 
 

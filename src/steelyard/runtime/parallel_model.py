@@ -33,6 +33,7 @@ from steelyard.modules.model_inputs import IGNORED, blank_samples, decoder_input
 from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel, parts_of
 from steelyard.modules.own_proof import check_read, planned_module
 from steelyard.modules.own_split import refuse_compiled
+from steelyard.modules.sample_proof import check_per_sample
 from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
@@ -44,7 +45,6 @@ from steelyard.runtime.data.order import rank_samples
 from steelyard.runtime.data.tokens import Samples, checked_samples
 from steelyard.runtime.loss_scale import LossScale
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index
-from steelyard.runtime.per_sample import check_per_sample
 from steelyard.runtime.pipeline_part import (
     ActivationLayout,
     Exchange,

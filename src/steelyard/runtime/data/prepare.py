@@ -254,7 +254,7 @@ def check_rows(plan: Plan, options: TextOptions) -> None:
             hint="leave --packing out",
         )
     if options.packing in (BFD, SPLIT) or (options.completions_alone and task is not Task.CAUSAL_LM):
-        from steelyard.runtime.per_sample import check_per_sample  # imports transformers, which takes seconds
+        from steelyard.modules.sample_proof import check_per_sample  # imports transformers, which takes seconds
 
         check_per_sample(plan)
 
