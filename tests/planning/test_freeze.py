@@ -10,8 +10,7 @@ from rich.console import Console
 import steelyard
 from steelyard.engines import ENGINES
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError
-from steelyard.model.chain import ModelChain
-from steelyard.model.freeze import Freeze
+from steelyard.model.chain import Freeze, ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.freezing import check_frozen, find_freeze

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.errors import InvalidModelError, nearest
-from steelyard.model.chain import ModelChain, nothing_left
-from steelyard.model.freeze import Freeze, FrozenLayers
+from steelyard.model.chain import Freeze, FrozenLayers, ModelChain, nothing_left
 from steelyard.modules.build import build_meta_model, named_layer_modules
 from steelyard.modules.levers import num_quantized
 from steelyard.modules.levers.train import is_added

@@ -17,8 +17,7 @@ from steelyard.files import FilePart
 from steelyard.hardware import Cluster, HardwareFile, PoolsFile, cluster_of, parse_pools
 from steelyard.levers import Asked, Levers
 from steelyard.limits import Microbatches, Samples, Tokens
-from steelyard.model.chain import ModelChain, frozen_chain
-from steelyard.model.freeze import Freeze
+from steelyard.model.chain import Freeze, ModelChain, frozen_chain
 from steelyard.model.own import Split
 from steelyard.model.read import planned_model
 from steelyard.plan.decisions import Decisions

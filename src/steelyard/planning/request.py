@@ -32,8 +32,7 @@ from steelyard.installed import TRAINING, installed_version, require_training
 from steelyard.levers import LEVERS, NO_LEVERS, Levers
 from steelyard.levers.lever import AUTO
 from steelyard.limits import MOST_BYTES, MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
-from steelyard.model.chain import ModelChain, frozen_chain
-from steelyard.model.freeze import Freeze
+from steelyard.model.chain import Freeze, ModelChain, frozen_chain
 from steelyard.model.read import ImageSize, chain_with_images, load_model, planned_model
 from steelyard.modules.kept_splits import read_kept
 from steelyard.plan.decisions import FREE, Decisions

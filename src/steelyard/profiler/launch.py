@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from steelyard.errors import InvalidProfileError
 from steelyard.levers import Levers
-from steelyard.model.chain import ModelChain, frozen_chain
-from steelyard.model.freeze import Freeze
+from steelyard.model.chain import Freeze, ModelChain, frozen_chain
 from steelyard.model.own import OwnSplit
 from steelyard.model.read import load_model
 from steelyard.modules.own_proof import build_split

@@ -282,7 +282,7 @@ def _follow_passes(model: ParallelModel, storages: LiveStorages) -> None:
     def forward_ends(_module: nn.Module, _inputs: Any, output: Flow) -> None:
         replicas = (replica for chunk in model.chunks for replica in chunk.replicas)
         storages.assign("gathered parameters", (each for replica in replicas for each in replica.copies()))
-        storages.assign_born_since(born, "activations")
+        storages.assign_born_since(born)
         for each in tensors_of(output):
             if each.requires_grad and each.dim():
                 each.register_hook(exchanged)

@@ -155,11 +155,11 @@ class LiveStorages(FakeOpMode):
             if key in self._live:
                 self._terms[self._live[key][0]] = term
 
-    def assign_born_since(self, first: int, term: str) -> None:
-        """Assign to ``term`` the live storages without a term that were created since `num_born` was ``first``."""
+    def assign_born_since(self, first: int) -> None:
+        """Assign to the activations the live storages without a term created since `num_born` was ``first``."""
         for identity, _ in self._live.values():
             if identity >= first:
-                self._terms.setdefault(identity, term)
+                self._terms.setdefault(identity, "activations")
 
     def _follow(self, tensor: Tensor) -> None:
         for each in held_tensors(tensor) if not self.is_learning else ():

@@ -9,7 +9,7 @@ on a GPU also when a stream waits for another stream's event, as FSDP does.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -28,11 +28,9 @@ class StageClock:
         self._laps: dict[str, list[tuple[Any, Any]]] = {"worked": [], "waited": []}
         """Pairs of marks: wall-clock seconds, or events of a GPU."""
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self) -> AbstractContextManager[None]:
         """Time the body of the context; nested contexts are counted once."""
-        with self._counted("worked"):
-            yield
+        return self._counted("worked")
 
     @contextmanager
     def seeing_waits(self) -> Iterator[None]:
