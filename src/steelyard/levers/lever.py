@@ -246,15 +246,8 @@ class Lever(ABC):
         if asked.engine is not None and refused is not None:
             others = ", ".join(sorted(each.name for each in asked.engines if each.lever_refusal(self) is None))
             found = f"with the engine {asked.engine.name}" + f", {refused}" * bool(refused)
-            objections = iter(
-                [
-                    (
-                        found,
-                        f"an engine that runs it: {others}",
-                        f"give one of these as --engine, or leave --{self.name} out",
-                    )
-                ]
-            )
+            expected, hint = f"an engine that runs it: {others}", "give one of these as --engine"
+            objections = iter([(found, expected, f"{hint}, or leave --{self.name} out")])
         for found, expected, hint in objections:
             option = f"--{self.name}"
             raise UserError(field=option, found=f"{option} {self} {found}", expected=expected, hint=hint)
