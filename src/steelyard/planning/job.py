@@ -30,7 +30,7 @@ A record contains the prediction of its plan. A plan in a file is predicted agai
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -226,8 +226,10 @@ def slowed(rates: Efficiency, factor: float) -> Efficiency:
     )
 
 
-def job_of(request: PlanRequest) -> Job:
+def job_of(request: PlanRequest, degrees: Collection[int] | None = None) -> Job:
     """Return the job of a request on its device groups. Traces the model unless a profile is given.
+
+    ``degrees`` are those that may divide layers; by default all that divide a node.
 
     Raises `InvalidProfileError` for a profile of another job, and `UserError` if levers are left to a search.
     """
@@ -239,11 +241,11 @@ def job_of(request: PlanRequest) -> Job:
             hint="see `steelyard plan` for what it chooses",
         )
     pairs = zip(request.cluster.pools, request.cluster.links, strict=True)
-    job = Job.over([_job_on(request, *pair) for pair in pairs])
+    job = Job.over([_job_on(request, degrees, *pair) for pair in pairs])
     return calibrate(job, request.calibration) if request.calibration else job
 
 
-def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) -> Job:
+def _job_on(request: PlanRequest, degrees: Collection[int] | None, machines: Cluster, outer_link: Link | None) -> Job:
     """Return the job on one device group alone."""
     chain, seq_len, batch = request.chain, request.seq_len, request.global_batch
     assert seq_len is not None and batch is not None, "what is as large as fits is tried size by size"  # noqa: PT018
@@ -254,7 +256,7 @@ def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) ->
         chain,
         seq_len=seq_len,
         precision=layer_precision(request.precision),
-        degrees=divisors(machines.devices_per_node),
+        degrees=tuple(each for each in divisors(machines.devices_per_node) if degrees is None or each in degrees),
         own=request.own,
         with_products=request.levers.effects.matrices is not None,
         fp32_adapters=request.engine.running(request.levers, request.precision).execution.adapters == "fp32",

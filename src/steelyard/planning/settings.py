@@ -52,7 +52,7 @@ def price_settings(request: PlanRequest, engine: Engine, precision: Precision, s
     states = engine.execution.states
     if settings.zero == 0 and states is not None:
         engine = replace(engine, execution=replace(engine.execution, states=replace(states, zero=0)))
-    job = job_under(replace(job_of(request), precision=precision), engine)
+    job = job_under(replace(job_of(request, (settings.tp, settings.cp)), precision=precision), engine)
     return with_price(plan_of_settings(job, settings), job), job
 
 

@@ -169,12 +169,13 @@ def cached_trace(
     fp32_adapters: bool = False,
     gpu_kernels: bool = False,
 ) -> Profile:
-    """Return the traced profile from the cache folder or the package; trace and store it in the folder if it is new.
+    """Return the traced profile from the cache folder or the package; trace and store the degrees that both lack.
 
-    ``folder`` defaults to ``$XDG_CACHE_HOME/steelyard/traces`` (``~/.cache`` where unset). A folder that cannot be
-    written, or a file in it that cannot be read, only costs time. ``own`` is a user's own module, if the chain is of
-    one (`steelyard.modules.own_pieces.OwnModel`). ``with_products`` asks for shapes of matrix products, which the
-    package leaves out; ``fp32_adapters`` and ``gpu_kernels`` are as in `steelyard.tracer.trace.trace`.
+    Degree 1 is always part of it. ``folder`` has one file for each degree and defaults to
+    ``$XDG_CACHE_HOME/steelyard/traces`` (``~/.cache`` where unset); if it cannot be written, or a file in it cannot be
+    read, that only costs time. ``own`` is a user's own module, if the chain is of one
+    (`steelyard.modules.own_pieces.OwnModel`). ``with_products`` asks for shapes of matrix products, which the package
+    leaves out; ``fp32_adapters`` and ``gpu_kernels`` are as in `steelyard.tracer.trace.trace`.
 
     Raises `NotInstalledError` if the model has to be traced and torch is not installed, `InvalidModelError` if tracing
     fails on a split from a plan file, and `UserError` if layers fail in 16 bits.
@@ -193,15 +194,16 @@ def cached_trace(
         )
         return same.model_copy(update={"identity": same.identity.model_copy(update={"precision": precision})})
     folder = folder or default_folder()
-    of_any, of_these = (
-        folder / f"{_key(chain, seq_len, precision, degrees, fp32_adapters, kernels)}.json"
-        for kernels in ("any", "gpu" if gpu_kernels else "reference")
-    )
-    for path in filter(Path.is_file, (of_any, of_these)):
-        try:
-            return parse_file(path, Profile, InvalidProfileError, what="profile")
-        except InvalidProfileError as error:
-            _logger.warning("traced again, because the cached trace cannot be read: %s", error)
+    degrees = tuple(each for each in sorted({1, *degrees}) if _has_shapes(chain, each, seq_len))
+    places = {
+        (degree, on): folder / f"{_key(chain, seq_len, precision, degree, fp32_adapters, on)}.json"
+        for degree in degrees
+        for on in ("any", "gpu" if gpu_kernels else "reference")
+    }
+    kept = {degree: found for (degree, _), path in places.items() if (found := _kept(path)) is not None}
+    missing = tuple(degree for degree in degrees if degree not in kept)
+    if not missing:
+        return _joined(kept[degree] for degree in degrees)
     if chain.split.module and own is None:
         raise InvalidProfileError(
             field="trace",
@@ -226,7 +228,7 @@ def cached_trace(
                 chain,
                 seq_len=seq_len,
                 precision=precision,
-                degrees=degrees,
+                degrees=missing,
                 own=own,
                 fp32_adapters=fp32_adapters,
                 gpu_kernels=gpu_kernels,
@@ -240,9 +242,35 @@ def cached_trace(
             expected="layers that compute in the dtype of their parameters, whatever it is",
             hint="try --precision fp32, or cast what the layers create themselves",
         ) from error
-    keep(of_any if profile.identity.packages is None else of_these, profile.model_dump_json())
+    for (degree, on), path in places.items():
+        if degree in missing and (on == "any") == (profile.identity.packages is None):
+            layers = tuple(each for each in profile.layers if max(each.degrees.values(), default=1) == degree)
+            kept[degree] = profile.model_copy(update={"layers": layers})
+            keep(path, kept[degree].model_dump_json())
     _say_kept(folder)
-    return profile
+    return _joined(kept[degree] for degree in degrees)
+
+
+def _has_shapes(chain: ModelChain, degree: int, seq_len: int) -> bool:
+    """Return whether any dimension divides any layer by this degree."""
+    return any(True for each in chain.layer_types for _ in legal_shapes(each, degree, seq_len))
+
+
+def _kept(path: Path) -> Profile | None:
+    """Return the trace in a file of the cache; None if there is none, or one that cannot be read."""
+    if not path.is_file():
+        return None
+    try:
+        return parse_file(path, Profile, InvalidProfileError, what="profile")
+    except InvalidProfileError as error:
+        _logger.warning("traced again, because the cached trace cannot be read: %s", error)
+        return None
+
+
+def _joined(profiles: Iterable[Profile]) -> Profile:
+    """Return one trace of the layers of several, which are of the same layers at rising degrees."""
+    first, *others = profiles
+    return first.model_copy(update={"layers": sum((each.layers for each in others), first.layers)})
 
 
 @cache
@@ -255,7 +283,7 @@ def _key(
     chain: ModelChain,
     seq_len: int,
     precision: LayerPrecision,
-    degrees: tuple[int, ...],
+    degree: int,
     fp32_adapters: bool,
     kernels: str,
 ) -> str:
@@ -264,7 +292,7 @@ def _key(
         "name": chain.name,
         "seq_len": seq_len,
         "precision": precision,
-        "degrees": sorted({1, *degrees}),  # undivided layers are always traced
+        "degree": degree,
         "tracer": TRACER_VERSION,
         **{name: installed_version(name) for name in TRAINING},
         "attention": ATTENTION,

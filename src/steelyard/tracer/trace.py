@@ -113,7 +113,7 @@ def trace(
     layers: list[LayerProfile] = []
     seen = Operations()
     with _collector_paused(), as_kernels(run=gpu_kernels) as differing:
-        for degree in sorted({1, *degrees}):
+        for degree in sorted(set(degrees)):
             with fake_world(degree) as mesh:
                 for number, layer_type in enumerate(chain.layer_types):
                     places = [layer for layer in range(chain.num_layers) if chain.layers[layer] == number]
