@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from steelyard.cost.predict import predict_memory
 from steelyard.errors import InvalidModelError, InvalidPlanError, UserError
+from steelyard.hardware.parse import pools_from_yaml
 from steelyard.levers import Levers
 from steelyard.levers.compiled_blocks import CompiledBlocks
 from steelyard.model.chain import LayerRole
@@ -43,6 +44,13 @@ SIZES: dict[str, Any] = {"num_microbatches": 2, "global_batch": 32, "num_devices
 MODEL = "test"
 """Name of models in `make_plan`."""
 BLOCKS = {"compile": "blocks"}
+PROCESSES = """
+version: 1
+num_nodes: 1
+devices_per_node: 2
+device: {name: a100, kind: cpu, memory_GiB: 40, peak_TFLOPs: {bf16: 312, fp32: 19.5}, memory_bandwidth_GBps: 1555}
+intra_link: pcie-4
+"""
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
 
@@ -251,8 +259,10 @@ def test_a_dry_run_finds_the_bytes_of_steps_that_inductor_compiled(remat: str) -
 
 @pytest.mark.slow
 def test_a_step_is_faster_and_the_plan_says_why() -> None:
-    chain = chain_from_config(WIDE, name=MODEL)  # whose traces other tests here need, too
-    plain, compiled = (find_plan(chain, "1x2xa100-40gb", **JOB, levers=levers) for levers in ({}, BLOCKS))
+    """On processes with the rates of a GPU: `blocks_of` has made their traces, which are not those for GPUs."""
+    cluster = pools_from_yaml(PROCESSES)
+    chain = chain_from_config(WIDE, name=MODEL)
+    plain, compiled = (find_plan(chain, cluster, **JOB, precision="bf16", levers=levers) for levers in ({}, BLOCKS))
     assert plain.prediction is not None
     assert compiled.prediction is not None
     assert compiled.prediction.step_time_s < plain.prediction.step_time_s
