@@ -21,14 +21,19 @@ from random import SystemRandom
 from typing import Any
 
 import torch.distributed.run as torchrun
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.api import (
+    DefaultLogsSpecs,
+    SignalException,
+    Std,
+    SubprocessContext,
+)
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import api as rendezvous
 from torch.distributed.launcher import api as launcher
 
 from steelyard.processes.elastic import Agent, ElasticAgent
-from steelyard.processes.failure import ends_of, failures_folder, write_ends
+from steelyard.processes.failure import END_S, ends_of, failures_folder, write_ends
 from steelyard.processes.rank import PARENT_VARIABLE, end_process, watch_parent
 from steelyard.processes.start import RESTARTS_VARIABLE
 from steelyard.processes.stop import END_SIGNAL, STOP_SIGNALS
@@ -98,6 +103,14 @@ def _end_at_once(handler: SubprocessHandler, death_sig: signal.Signals | None = 
     _close(handler, END_SIGNAL if death_sig in (None, signal.SIGTERM) else death_sig)
 
 
+_close_all = SubprocessContext._close
+
+
+def _end_in_time(context: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
+    """End all processes of a host within `END_S` seconds, where torchrun ignores its ``--shutdown-timeout``."""
+    _close_all(context, death_sig, min(timeout, int(END_S)))
+
+
 def main(start_process: Callable[..., Any] = start_in_this_session) -> None:
     """Run torchrun; exit with the code of the process that failed first, or 1 if a signal ended that process.
 
@@ -116,6 +129,7 @@ def main(start_process: Callable[..., Any] = start_in_this_session) -> None:
     rendezvous.get_free_port = free_port
     SubprocessHandler._popen = start_process
     SubprocessHandler.close = _end_at_once
+    SubprocessContext._close = _end_in_time
     torchrun.DefaultLogsSpecs = QuietLogs
     launcher.LocalElasticAgent = ElasticAgent if RESTARTS_VARIABLE in os.environ else Agent
     end_process(_run(sys.argv[1:]))
