@@ -7,11 +7,12 @@ from typing import Annotated, Any
 from typing_extensions import TypedDict
 
 from steelyard.cli import options
+from steelyard.cli.job_options import JobOptions
 from steelyard.output import command
 from steelyard.plan.choices import Advice
 from steelyard.planning.advise import advise as advice_of
 from steelyard.planning.largest import MODEL, SEQ_LEN, Largest, kinds, largest
-from steelyard.planning.request import SIMPLIFY, PlanRequest, make_request
+from steelyard.planning.request import SIMPLIFY, PlanRequest
 from steelyard.report.tables import advice_table, console
 from steelyard.units import format_bytes, format_seconds
 
@@ -47,55 +48,31 @@ Most = Annotated[str | None, options.option("--max", "NAME", _LARGEST, autocompl
 @options.prints(Changes | Largest)
 @options.with_levers
 def advise(
-    model: options.Model,
-    cluster: options.ClusterOption,
-    global_batch: options.GlobalBatch,
-    seq_len: options.SeqLen = None,
-    image_size: options.ImageSize = None,
-    network: options.NetworkOption = None,
-    memory: options.Memory = None,
+    job: JobOptions,
     memory_margin: options.MemoryMargin = None,
-    precision: options.PrecisionOption = "bf16",
-    engine: options.EngineOption = None,
     most: Most = None,
     as_json: options.AsJson = False,
-    *,
-    levers: Mapping[str, str | None],
 ) -> None:
     """Find changes that make a job fit, or fit more: each lever alone and in pairs, the cheapest GiB first."""
 
-    def ask(levers: Mapping[str, str | None], of: str = model) -> PlanRequest:
-        return make_request(
-            of,
-            cluster,
-            global_batch=global_batch,
-            seq_len="max" if most == SEQ_LEN else seq_len,
-            network=network,
-            image_size=options.parse_image_size(image_size),
-            memory=memory,
-            memory_margin=memory_margin,
-            precision=options.parse_precision(precision),
-            engine=engine,
-            levers=levers,
-        )
+    def ask(levers: Mapping[str, str | None], of: str = job.model) -> PlanRequest:
+        seq_len = "max" if most == SEQ_LEN else job.seq_len
+        return job.request(model=of, seq_len=seq_len, memory_margin=memory_margin, levers=levers)
 
     with options.progress("counting the model's layers", silent=as_json) as show:
         if most is not None:
-            size = largest(options.check_choice("--max", most, kinds()), ask(levers), ask, progress=show)
+            size = largest(options.check_choice("--max", most, kinds()), ask(job.levers), ask, progress=show)
         else:
-            own, found, left_out, untried = advice_of(ask(levers), progress=show)
-    asked = {"--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len, "--network": network}
-    asked |= {"--image-size": image_size, "--memory": memory, "--memory-margin": memory_margin}
-    asked |= {"--precision": None if precision == "bf16" else precision, "--engine": engine}
-    asked |= {f"--{name}": text for name, text in levers.items()}
+            own, found, left_out, untried = advice_of(ask(job.levers), progress=show)
+    asked = job.flags() | {"--memory-margin": memory_margin}
 
-    def plan_with(change: str, of: str = model) -> str:
+    def plan_with(change: str, of: str = job.model) -> str:
         words = change.split()
         given = asked | dict(zip(words[::2], words[1::2], strict=True))
         return command("plan", of, *(word for each, text in given.items() if text is not None for word in (each, text)))
 
     if most is not None:
-        largest_model = str(size.size) if size.what == MODEL else model
+        largest_model = str(size.size) if size.what == MODEL else job.model
         options.print_json(size) if as_json else print(f"{_size_text(size)}: {plan_with(size.options, largest_model)}")
         return
     if as_json:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from steelyard.cli import options
+from steelyard.cli.job_options import JobOptions
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.errors import UserError
 from steelyard.limits import MOST_DEVICES, MOST_PRICE
@@ -16,7 +17,7 @@ from steelyard.plan.choices import TradeOffs
 from steelyard.plan.decisions import Decisions
 from steelyard.planning.frontier import find_offers, find_trade_offs
 from steelyard.planning.job import job_of
-from steelyard.planning.request import PlanRequest, make_request
+from steelyard.planning.request import PlanRequest
 from steelyard.report.frontier_table import frontier_view
 from steelyard.report.html import frontier_page
 from steelyard.report.tables import console
@@ -34,27 +35,17 @@ _PRICE = (
 @options.prints(TradeOffs)
 @options.with_levers
 def frontier(
-    model: options.Model,
-    cluster: options.ClusterOption,
-    global_batch: options.GlobalBatch,
-    seq_len: options.SeqLen = None,
-    image_size: options.ImageSize = None,
-    network: options.NetworkOption = None,
+    job: JobOptions,
     output: Annotated[Path | None, options.written("Write the figures as an HTML page.")] = None,
-    memory: options.Memory = None,
     memory_margin: options.MemoryMargin = None,
-    precision: options.PrecisionOption = "bf16",
     profile: options.ProfileOption = None,
     imbalance: options.Imbalance = ASSUMED_IMBALANCE,
     points: Annotated[int, options.points("Number of memory budgets to search.", "16", options.SEARCH)] = POINTS,
     devices: Annotated[str | None, options.option("--devices", "COUNTS", _DEVICES, options.CLUSTER)] = None,
     price: Annotated[str | None, options.option("--price", "PRICE", _PRICE, options.BUDGET)] = None,
     max_tp: options.MaxTp = None,
-    engine: options.EngineOption = None,
     time_limit: options.TimeLimit = TIME_LIMIT_S,
     as_json: options.AsJson = False,
-    *,
-    levers: Mapping[str, str | None],
 ) -> None:
     """Show time against memory and against the number of devices; with --price by device type, what to rent."""
     if output is not None:
@@ -62,19 +53,9 @@ def frontier(
     counts = None if devices is None else parse_counts(devices)
     prices = parse_prices(price)
     with options.progress("counting the model's layers", silent=as_json) as show:
-        request = make_request(
-            model,
-            cluster,
-            global_batch=global_batch,
-            seq_len=seq_len,
-            network=network,
-            image_size=options.parse_image_size(image_size),
-            memory=memory,
+        request = job.request(
             profile=profile,
-            own=options.built_module(model),
-            precision=options.parse_precision(precision),
-            engine=engine,
-            levers=levers,
+            own=options.built_module(job.model),
             memory_margin=memory_margin,
             imbalance=imbalance,
             decisions=Decisions(max_degrees=None if max_tp is None else {"tp": max_tp}),

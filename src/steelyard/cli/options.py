@@ -441,14 +441,8 @@ _PROBLEM = "Write the cost tables to this file, for `steelyard solve`."
 SaveProblem = Annotated[Path | None, option("--save-problem", "FILE", _PROBLEM, OUTPUT, callback=tried)]
 
 
-def with_levers(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with an option per lever instead of its parameter ``levers``, and per dimension instead of
-    ``degrees``.
-
-    The command gets a mapping by name for each of the two. Options are in the order of `GROUPS`. A lever or a dimension
-    is added in a file of its own; its option needs no line here.
-    """
-    signature = inspect.signature(function)
+def _registries() -> dict[str, dict[str, Any]]:
+    """Return the types of the options of each registry, by the name of a command's parameter for them."""
     registries: dict[str, dict[str, Any]] = {"levers": {}, "degrees": {}}
     for name, lever in LEVERS.items():
         completion = complete_one_of(lever.values) if lever.values else None
@@ -458,28 +452,52 @@ def with_levers(function: Callable[..., None]) -> Callable[..., None]:
         text = f"Degree of {dimension.title} in every layer that allows it."
         declared = count(f"--{name}", text, PARALLELISM, most=MOST_DEVICES)
         registries["degrees"][name] = Annotated[int | None, declared]
-    expanded = {name: registries[name] for name in signature.parameters if name in registries}
-    kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        *(each.replace(kind=kind) for each in signature.parameters.values() if each.name not in expanded),
-        *(
-            inspect.Parameter(name, kind, default=None, annotation=declared)
-            for registry in expanded.values()
-            for name, declared in registry.items()
-        ),
-    ]
+    return registries
 
-    def place(parameter: inspect.Parameter) -> int:
-        infos = (each for each in get_args(parameter.annotation) if isinstance(each, typer.models.OptionInfo))
-        return GROUPS.index(getattr(next(infos, None), "rich_help_panel", None))
 
-    parameters.sort(key=place)
+def _place(parameter: inspect.Parameter) -> int:
+    """Return the index of the group of an option in `GROUPS`."""
+    infos = (each for each in get_args(parameter.annotation) if isinstance(each, typer.models.OptionInfo))
+    return GROUPS.index(getattr(next(infos, None), "rich_help_panel", None))
+
+
+def with_levers(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with the options of its parameters ``job``, ``levers`` and ``degrees`` instead of these.
+
+    ``job`` has an option per field, ``levers`` one per lever and ``degrees`` one per dimension; the command gets an
+    object and two mappings by name. Options are in the order of `GROUPS`. A lever or a dimension is added in a file of
+    its own; its option needs no line here.
+    """
+    registries = _registries()
+
+    def declare(of: Callable[..., Any]) -> Iterator[inspect.Parameter]:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        for each in inspect.signature(of).parameters.values():
+            if each.name == "job":
+                yield from declare(each.annotation)
+            elif each.name in registries:
+                for name, declared in registries[each.name].items():
+                    yield inspect.Parameter(name, kind, default=None, annotation=declared)
+            else:
+                yield each.replace(kind=kind)
+
+    def call(of: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+        found: dict[str, Any] = {}
+        for name, each in inspect.signature(of).parameters.items():
+            if name == "job":
+                found[name] = call(each.annotation, given)
+            elif name in registries:
+                found[name] = {key: given.get(key) for key in registries[name]}
+            elif name in given:
+                found[name] = given[name]
+        return of(**found)
+
+    parameters = sorted(declare(function), key=_place)
 
     @wraps(function)
     def command(**given: Any) -> None:
-        found = {key: {name: given.pop(name, None) for name in registry} for key, registry in expanded.items()}
-        function(**found, **given)
+        call(function, given)
 
-    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command

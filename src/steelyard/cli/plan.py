@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from steelyard.cli import options
+from steelyard.cli.job_options import OpenJobOptions
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines import target_of
 from steelyard.engines.native import NATIVE
@@ -30,7 +31,6 @@ from steelyard.planning.request import (
     SIMPLIFY,
     Objective,
     PlanRequest,
-    make_request,
     not_with_pools,
 )
 from steelyard.report.plan_table import answer_view, engine_line
@@ -47,19 +47,11 @@ WORDS = {"allow_extra_args": True}
 @options.with_levers
 def plan(
     context: typer.Context,
-    model: options.Model,
-    cluster: options.ClusterOption,
-    seq_len: options.Length = None,
-    global_batch: options.Batch = None,
-    memory: options.Memory = None,
-    precision: options.PrecisionOption = "bf16",
-    engine: options.EngineOption = None,
+    job: OpenJobOptions,
     output: options.Output = None,
     verbose: options.Verbose = False,
-    image_size: options.ImageSize = None,
     freeze: options.Freezes = None,
     imbalance: options.Imbalance = ASSUMED_IMBALANCE,
-    network: options.NetworkOption = None,
     profile: options.ProfileOption = None,
     calibrate_by: options.CalibrateBy = None,
     memory_margin: options.MemoryMargin = None,
@@ -87,7 +79,6 @@ def plan(
     as_json: options.AsJson = False,
     *,
     degrees: Mapping[str, int | None],
-    levers: Mapping[str, str | None],
 ) -> None:
     """Find the fastest plan that fits, or a simpler one at most 1 % slower. No GPU needed."""
     if context.args and not calibrate_by:
@@ -115,22 +106,13 @@ def plan(
         space=None if chosen_space == "full" else chosen_space,
         partition=None if chosen_partition == "exact" else chosen_partition,
     )
-    own = options.built_module(model)
+    own = options.built_module(job.model)
     with options.progress("counting the model's layers", silent=as_json) as show:
-        request = make_request(
-            model,
-            cluster,
-            global_batch=global_batch or "devices",
-            seq_len=seq_len,
-            network=network,
-            image_size=options.parse_image_size(image_size),
-            memory=memory,
+        request = job.request(
+            global_batch=job.global_batch or "devices",
             profile=profile,
             own=own,
             freeze=freeze or (),
-            engine=engine,
-            levers=levers,
-            precision=options.parse_precision(precision),
             memory_margin=memory_margin,
             calibration=(*(calibrate_by or ()), *map(Path, context.args)),
             imbalance=imbalance,
@@ -160,7 +142,7 @@ def plan(
             save_problem(problem, problem_of(result.job, result.tables))
     refused = _refusal_of_export(result.plan)
     assumed = f"global batch {request.global_batch}: one sample per device (change it with --global-batch)"
-    for note in (*([] if global_batch else [assumed]), *result.notes, *([refused] if refused else [])):
+    for note in (*([] if job.global_batch else [assumed]), *result.notes, *([refused] if refused else [])):
         console(stderr=as_json or result.plan is None).print(note, style="dim")
     if result.plan is None:
         _print_nothing_fits(result, request, as_json)
@@ -174,7 +156,7 @@ def plan(
         console().print(answer_view(result.plan, engines=fastest, file=output, lost=lost))
         for other in others if engines else ():
             print(engine_line(other))
-        builder = ("--builder", model) if own else ()
+        builder = ("--builder", job.model) if own else ()
         _print_next(result.plan, output, builder, is_exported=not refused, is_verbose=verbose)
 
 

@@ -1,10 +1,10 @@
 """``steelyard price``: step time and memory of settings of your own."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
 from steelyard.cli import options
+from steelyard.cli.job_options import JobOptions
 from steelyard.cost.job import ASSUMED_IMBALANCE, layer_precision
 from steelyard.engines import check_model, engine_of, model_refusal
 from steelyard.engines.native import NATIVE
@@ -15,7 +15,7 @@ from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning.price import peak_bytes
-from steelyard.planning.request import check_precision, make_request
+from steelyard.planning.request import check_precision
 from steelyard.planning.settings import Settings, price_settings, usual_zero
 from steelyard.report.plan_table import warning_lines
 from steelyard.report.tables import console
@@ -40,12 +40,7 @@ _REMAT_BLOCKS = "Number of blocks per chunk with full remat."
 @options.prints(Plan)
 @options.with_levers
 def price(
-    model: options.Model,
-    cluster: options.ClusterOption,
-    global_batch: options.GlobalBatch,
-    seq_len: options.SeqLen = None,
-    image_size: options.ImageSize = None,
-    engine: options.EngineOption = None,
+    job: JobOptions,
     tp: Annotated[int, _setting("--tp", "Tensor-parallel degree.", MOST_DEVICES)] = 1,
     cp: Annotated[int, _setting("--cp", "Context-parallel degree.", MOST_DEVICES)] = 1,
     pp: Annotated[int, _setting("--pp", "Pipeline stages.", MOST_LAYERS)] = 1,
@@ -57,35 +52,23 @@ def price(
     sp: Annotated[bool, options.option("--sp/--no-sp", None, _SP, options.PARALLELISM)] = True,
     remat: Annotated[str, options.option("--remat", "NAME", _REMAT, options.PARALLELISM)] = "none",
     remat_blocks: Annotated[int | None, _setting("--remat-blocks", _REMAT_BLOCKS, MOST_LAYERS, 0)] = None,
-    precision: options.PrecisionOption = "bf16",
-    network: options.NetworkOption = None,
-    memory: options.Memory = None,
     imbalance: options.Imbalance = ASSUMED_IMBALANCE,
     output: options.Output = None,
     as_json: options.AsJson = False,
-    *,
-    levers: Mapping[str, str | None],
 ) -> None:
     """Predict step time and memory of settings of your own, as the engine runs them, and whether they fit.
 
     A model that the engine does not support is priced too, with a note; a plan file is not written for it.
     """
-    chosen, runs_it = options.parse_precision(precision), engine_of(engine or NATIVE.name)
+    chosen, runs_it = options.parse_precision(job.precision), engine_of(job.engine or NATIVE.name)
     check_precision(runs_it, chosen)
     with options.progress("counting the model's layers", silent=as_json):
-        request = make_request(
-            model,
-            parse_cluster(cluster),
-            global_batch=global_batch,
-            seq_len=seq_len,
-            network=network,
-            image_size=options.parse_image_size(image_size),
-            memory=memory,
+        request = job.request(
+            cluster=parse_cluster(job.cluster),
             memory_margin=0.0,
             precision=layer_precision(chosen),
             imbalance=imbalance,
             engine=replace(runs_it, refuse=NATIVE.refuse),
-            levers=levers,
         )
         settings = Settings(
             tp=tp,
@@ -100,7 +83,7 @@ def price(
             remat=options.check_choices("--remat", remat, {each.value: each for each in Remat})[0],
             remat_blocks=remat_blocks,
         )
-        plan, job = price_settings(request, runs_it, chosen, settings)
+        plan, priced = price_settings(request, runs_it, chosen, settings)
     if output is not None and zero == 0 and runs_it.execution.keeps_own_buffers:
         raise UserError(
             field="--output",
@@ -114,7 +97,7 @@ def price(
     if as_json:
         options.print_json(plan)
         return
-    print(_line(plan, job.engine.name, job.budget_bytes))
+    print(_line(plan, priced.engine.name, priced.budget_bytes))
     told = console(stderr=True)
     for line in warning_lines(plan.prediction):
         told.print(line)
