@@ -1,6 +1,5 @@
 """``steelyard frontier``: time against memory, and time and cost against the number of devices."""
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -111,30 +110,16 @@ def parse_prices(text: str | None) -> dict[str, float] | float | None:
     """Return the price in ``2.5``, or those in ``h100-80gb=2.5,a100-40gb=1.1`` by name; raises `UserError` else."""
     if text is None:
         return None
+    parse = options.real("--price", 0, MOST_PRICE, "2.5, or --price h100-80gb=2.5,a100-40gb=1.1")
     if "=" not in text:
-        return _parse_price(text)
+        return parse(text)
     pairs = [part.partition("=") for part in text.split(",")]
-    found = {name.strip(): _parse_price(value) for name, _, value in pairs}
+    found = {name.strip(): parse(value) for name, _, value in pairs}
     if len(found) < len(pairs):
         raise UserError(
             field="--price", found=repr(text), expected="each device type once", hint="give one price per type"
         )
     return found
-
-
-def _parse_price(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= MOST_PRICE:
-        raise UserError(
-            field="--price",
-            found=repr(text),
-            expected=f"a number from 0 to {MOST_PRICE:g}, or one per device type",
-            hint="write for example --price 2.5, or --price h100-80gb=2.5,a100-40gb=1.1",
-        )
-    return value
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
